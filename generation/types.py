@@ -1,13 +1,14 @@
 """The vocabulary of the engine: what travels between its parts, and in which direction.
 
-    Request   a submitter (library call or handler) -> engine, on rank 0
-    Sequence  the engine's own record of a request while it lives, on rank 0
-    StepPlan  rank 0 -> every rank: what the model computes in one step
-    Output    engine -> submitter: what one step added to a request
+Request   a submitter (library call or handler) -> engine, on rank 0
+Sequence  the engine's own record of a request while it lives, on rank 0
+StepPlan  rank 0 -> every rank: what the model computes in one step
+Output    engine -> submitter: what one step added to a request
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence as SequenceOf
@@ -216,7 +217,7 @@ class StepPlan:
         """The inverse of `encode`; anything after the plan's own numbers is ignored."""
         t, s, b, r, stop = (int(x) for x in data[:5])
         ends = np.cumsum([5, t, s, s, s * b, r])
-        tokens, starts, counts, blocks, rows = (data[i:j] for i, j in zip(ends[:-1], ends[1:], strict=True))
+        tokens, starts, counts, blocks, rows = (data[i:j] for i, j in itertools.pairwise(ends))
         return cls(tokens, starts, counts, blocks.reshape(s, b), rows, bool(stop))
 
     @classmethod

@@ -1,12 +1,12 @@
 """One exception tree for all that can go wrong with a request, with its HTTP status.
 
-    RequestError            what the client sees; carries status, type, parameter and code
-    ├── InvalidRequest      400  the request is wrong: names the field, its value and the limit
-    ├── NotFound            404  no such path or model
-    ├── TooLarge            413  body or reply beyond its limit
-    ├── QueueFull           429  try again after `retry_after` seconds
-    ├── Unavailable         503  the engine is restarting or stopping
-    └── InternalError       500  a bug of the server's
+RequestError            what the client sees; carries status, type, parameter and code
+├── InvalidRequest      400  the request is wrong: names the field, its value and the limit
+├── NotFound            404  no such path or model
+├── TooLarge            413  body or reply beyond its limit
+├── QueueFull           429  try again after `retry_after` seconds
+├── Unavailable         503  the engine is restarting or stopping
+└── InternalError       500  a bug of the server's
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ class ModelConfig:
                 f"model configuration: n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}"
             )
         if self.head_dim % 2:
-            raise CheckpointError(f"model configuration: head_dim {self.head_dim} is odd, rotary pairs need an even one")
+            raise CheckpointError(
+                f"model configuration: head_dim {self.head_dim} is odd, rotary pairs need an even one"
+            )
         if not self.norm_eps > 0 or not self.rope_theta > 0:
             raise CheckpointError(
                 f"model configuration: norm_eps {self.norm_eps} and rope_theta {self.rope_theta} must be above 0"
