@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypedDict
 
@@ -177,10 +176,19 @@ class Sequence:
     """How many of `ids` have their keys and values in the cache."""
     blocks: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    unsent: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)
+    """Generated tokens whose text is not certain yet."""
+    sent: int = 0
+    """Outputs so far."""
 
     @property
     def n_prompt(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the log probabilities of the whole prompt are known."""
+        return len(self.prompt_logprobs) == self.n_prompt - 1
 
     @property
     def n_generated(self) -> int:
@@ -203,29 +211,27 @@ class StepPlan:
     blocks: np.ndarray
     """(S, B) cache blocks of each sequence from its first token on, padded with 0."""
     logit_rows: np.ndarray
-    """(R,) which of the T tokens need logits, rising."""
+    """(R,) which of the T tokens need logits, rising within a sequence."""
+    scrub: np.ndarray
+    """(Z,) cache blocks to be zeroed before anything is written."""
     stop: bool = False
 
     def encode(self) -> np.ndarray:
-        """The plan as one int32 vector: five numbers, then the arrays."""
+        """The plan as one int32 vector: six numbers, then the arrays."""
         s, b = self.blocks.shape
-        head = np.array([len(self.tokens), s, b, len(self.logit_rows), self.stop], dtype=np.int32)
-        return np.concatenate((head, self.tokens, self.starts, self.counts, self.blocks.ravel(), self.logit_rows))
+        head = [len(self.tokens), s, b, len(self.logit_rows), len(self.scrub), self.stop]
+        arrays = (self.tokens, self.starts, self.counts, self.blocks.ravel(), self.logit_rows, self.scrub)
+        return np.concatenate((np.array(head, dtype=np.int32), *arrays))
 
     @classmethod
     def decode(cls, data: np.ndarray) -> StepPlan:
         """The inverse of `encode`; anything after the plan's own numbers is ignored."""
-        t, s, b, r, stop = (int(x) for x in data[:5])
-        ends = np.cumsum([5, t, s, s, s * b, r])
-        tokens, starts, counts, blocks, rows = (data[i:j] for i, j in itertools.pairwise(ends))
-        return cls(tokens, starts, counts, blocks.reshape(s, b), rows, bool(stop))
+        t, s, b, r, z, stop = (int(x) for x in data[:6])
+        ends = np.cumsum([6, t, s, s, s * b, r, z])
+        tokens, starts, counts, blocks, rows, scrub = (data[i:j] for i, j in itertools.pairwise(ends))
+        return cls(tokens, starts, counts, blocks.reshape(s, b), rows, scrub, bool(stop))
 
     @classmethod
     def empty(cls, *, stop: bool = False) -> StepPlan:
         none = np.zeros(0, dtype=np.int32)
-        return cls(none, none, none, np.zeros((0, 0), dtype=np.int32), none, stop)
-
-
-def prompt_of(value: SequenceOf[int]) -> list[int]:
-    """A prompt's ids as a list of plain integers."""
-    return [int(x) for x in value]
+        return cls(none, none, none, np.zeros((0, 0), dtype=np.int32), none, none, stop)

@@ -11,6 +11,7 @@ RequestError            what the client sees; carries status, type, parameter an
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 
@@ -31,6 +32,10 @@ class RequestError(Exception):
     def body(self) -> dict[str, Any]:
         """The reply's JSON, in the shape of OpenAI's errors."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def json(self) -> bytes:
+        """The reply's body in UTF-8."""
+        return json.dumps(self.body(), ensure_ascii=False).encode("utf-8")
 
 
 class InvalidRequest(RequestError):

@@ -1,0 +1,173 @@
+"""From logits to tokens: pure functions over a step's rows, and what they say of log probabilities.
+
+R rows, V vocabulary. A row's token depends on its own logits and its own random number only.
+Nucleus by Meta's rule (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, with the
+token that crosses p kept): sorted by probability, a token is dropped where the sum before it exceeds p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .types import Sequence, TokenLogprob
+
+CANDIDATES = 256
+"""How many of the likeliest tokens are sorted before it is known whether they hold the nucleus."""
+
+
+def sample_top_p(probs: Tensor, p: float) -> Tensor:
+    """One token from each row's nucleus.
+
+    Args:
+        probs: (batch, vocab) probabilities.
+        p: nucleus mass, 0..1; at least one token is always kept.
+
+    Returns:
+        (batch, 1) ids, drawn with torch's global generator.
+
+    Raises:
+        ValueError: p out of range, or a row that is not finite, has a negative entry or sums to zero.
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"p is {p!r}, expected a number between 0 and 1")
+    sums = probs.sum(-1)
+    bad = ~torch.isfinite(sums) | (sums <= 0) | (probs < 0).any(-1)
+    if bool(bad.any()):
+        rows = bad.nonzero().flatten().tolist()
+        raise ValueError(f"rows {rows} of probs are no distribution: not finite, negative or summing to zero")
+    ordered, ids = torch.sort(probs, dim=-1, descending=True)
+    ordered = _nucleus(ordered, torch.full_like(sums, p))
+    return ids.gather(-1, torch.multinomial(ordered, 1))
+
+
+def _nucleus(ordered: Tensor, p: Tensor) -> Tensor:
+    """Probabilities (R, K) in falling order, zeroed outside the nucleus of each row's p (R,)."""
+    before = ordered.cumsum(-1) - ordered
+    outside = before > p[:, None]
+    outside[:, 0] = False
+    return ordered.masked_fill(outside, 0)
+
+
+@dataclass
+class Sampled:
+    """One step's choice for each row; `token_ids[i]` is None where row i's logits were not finite."""
+
+    token_ids: list[int | None]
+    logprobs: list[TokenLogprob | None]
+
+
+def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
+    """Choose the next token of each sequence from its row of `logits` (R, V), float32."""
+    best, greedy_ids = logits.max(-1)
+    finite = torch.isfinite(best).tolist()
+    adjusted = _adjust(logits, sequences)
+    ids = (greedy_ids if adjusted is logits else adjusted.argmax(-1)).tolist()
+    rows = [i for i, s in enumerate(sequences) if finite[i] and not s.request.params.greedy]
+    if rows:
+        every = len(rows) == len(sequences)
+        drawn = _draw(adjusted if every else adjusted[rows], [sequences[i] for i in rows])
+        for i, token in zip(rows, drawn, strict=True):
+            ids[i] = token
+    wanted = [i for i, s in enumerate(sequences) if finite[i] and s.request.params.logprobs]
+    logprobs: list[TokenLogprob | None] = [None] * len(sequences)
+    if wanted:
+        tops = [sequences[i].request.params.top_logprobs for i in wanted]
+        scored = token_logprobs(logits[wanted], [ids[i] for i in wanted], tops)
+        for i, logprob in zip(wanted, scored, strict=True):
+            logprobs[i] = logprob
+    return Sampled([token if ok else None for token, ok in zip(ids, finite, strict=True)], logprobs)
+
+
+def token_logprobs(logits: Tensor, ids: SequenceOf[int], tops: SequenceOf[int]) -> list[TokenLogprob]:
+    """Log probability of `ids[i]` in row i of `logits` (R, V), with its `tops[i]` likeliest alternatives."""
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(list(ids), device=logits.device)[:, None])[:, 0].tolist()
+    most = max(tops, default=0)
+    if most == 0:
+        return [TokenLogprob(token, value) for token, value in zip(ids, chosen, strict=True)]
+    values, indices = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
+    table = [tuple(zip(i, v, strict=True)) for i, v in zip(indices.tolist(), values.tolist(), strict=True)]
+    return [TokenLogprob(ids[i], chosen[i], table[i][: tops[i]]) for i in range(len(ids))]
+
+
+def _adjust(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+    """`logits` with penalties and biases applied to a copy; `logits` itself where no row has any.
+
+    Repetition: Keskar et al., "CTRL" (2019), over prompt and answer. Frequency and presence: over the answer.
+    """
+    rows = [i for i, s in enumerate(sequences) if s.request.params.penalized or s.request.params.logit_bias]
+    if not rows:
+        return logits
+    adjusted = logits.clone()
+    for i in rows:
+        sequence, params = sequences[i], sequences[i].request.params
+        row = adjusted[i]
+        if params.repetition_penalty != 1:
+            seen = torch.tensor(sorted(set(sequence.ids)), device=logits.device)
+            values, penalty = row[seen], params.repetition_penalty
+            row[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if sequence.n_generated and (params.frequency_penalty or params.presence_penalty):
+            answer = torch.tensor(sequence.ids[sequence.n_prompt :], device=logits.device)
+            said, counts = answer.unique(return_counts=True)
+            row[said] -= params.frequency_penalty * counts + params.presence_penalty
+        if params.logit_bias:
+            tokens, biases = zip(*params.logit_bias, strict=True)
+            row[list(tokens)] += torch.tensor(biases, device=logits.device)
+    return adjusted
+
+
+def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int]:
+    """A token for each row of `logits` (R, V), with the next number of the row's own generator."""
+    params = [s.request.params for s in sequences]
+    device = logits.device
+    uniform = torch.tensor([s.rng.random() for s in sequences], dtype=torch.float64, device=device)
+    temperature = torch.tensor([p.temperature for p in params], device=device)
+    probs = (logits / temperature[:, None]).softmax(-1)
+    min_p = [p.min_p for p in params]
+    if any(min_p):
+        floor = probs.amax(-1) * torch.tensor(min_p, device=device)
+        probs = probs.masked_fill(probs < floor[:, None], 0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    filtered = [i for i, p in enumerate(params) if p.top_p < 1 or p.top_k > 0]
+    tokens = [0] * len(params)
+    if filtered:
+        chosen = _draw_filtered(probs[filtered], [params[i].top_p for i in filtered],
+                                [params[i].top_k for i in filtered], uniform[filtered])
+        for i, token in zip(filtered, chosen, strict=True):
+            tokens[i] = token
+    rest = [i for i in range(len(params)) if i not in set(filtered)]
+    if rest:
+        for i, token in zip(rest, _invert(probs[rest], uniform[rest]).tolist(), strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _draw_filtered(probs: Tensor, top_p: list[float], top_k: list[int], uniform: Tensor) -> list[int]:
+    """Draw from rows of `probs` (R, V) cut to the top k, then to the nucleus; sorts no more than is needed."""
+    vocabulary = probs.shape[-1]
+    p = torch.tensor(top_p, device=probs.device)
+    k = torch.tensor([n if n else vocabulary for n in top_k], device=probs.device)
+    ordered, ids = probs.topk(min(CANDIDATES, vocabulary), dim=-1)
+    enough = (ordered.sum(-1) > p) | (k <= ordered.shape[-1])
+    if not bool(enough.all()):
+        ordered, ids = probs.sort(dim=-1, descending=True)
+    beyond = torch.arange(ordered.shape[-1], device=probs.device)[None, :] >= k[:, None]
+    kept = ordered.masked_fill(beyond, 0)
+    limited = k < vocabulary
+    scale = torch.where(limited, kept.sum(-1), torch.ones_like(p))  # the nucleus is of what top k left
+    kept = _nucleus(kept / scale[:, None], p)
+    picks: list[int] = ids.gather(-1, _invert(kept, uniform)[:, None])[:, 0].tolist()
+    return picks
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """(R,) index at which each row's cumulative weight passes `uniform` (R,) of the row's total."""
+    cumulative = weights.double().cumsum(-1)
+    target = uniform[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    last = (weights > 0).long().mul(torch.arange(1, weights.shape[-1] + 1, device=weights.device)).amax(-1) - 1
+    return torch.minimum(index, last)

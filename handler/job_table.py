@@ -1,0 +1,165 @@
+"""The HTTP requests in flight: between TorchServe's polls and the engine's thread.
+
+The frontend calls the handler again and again with every request that is still open. Each call is a poll:
+it admits what is new, cancels what has vanished, waits until something can be sent, and sends it. A request
+that has nothing to send is left out of the reply and stays open.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import Enum
+
+from generation.types import Output
+
+from .errors import RequestError
+from .native_api import Job
+
+FIRST_SIGN_OF_LIFE_S = 2.0
+"""A request this old gets its head and a blank even without output: only so is a closed connection noticed."""
+SIGN_OF_LIFE_S = 1.0
+
+
+class Part(Enum):
+    """Where a piece stands in its reply."""
+
+    WHOLE = "whole"
+    """The whole reply, with its status; the request is done."""
+    MORE = "more"
+    """A piece, with the head if it is the first; more will come."""
+    LAST = "last"
+    """The end of a reply whose head was sent."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a poll sends for one request."""
+
+    data: bytes
+    part: Part
+    content_type: str
+    status: int = 200
+    phrase: str = "OK"
+    retry_after: int | None = None
+
+
+@dataclass
+class _Entry:
+    job: Job
+    arrived: float
+    head_sent: bool = False
+    last_sent: float = 0.0
+
+
+def failure(error: RequestError) -> Piece:
+    """The reply to a request that failed before anything of it was sent."""
+    return Piece(
+        error.json(), Part.WHOLE, "application/json", error.status, error.phrase, retry_after=error.retry_after
+    )
+
+
+class JobTable:
+    """Jobs by id. `deliver` is called by the engine's thread, everything else by the handler's.
+
+    Args:
+        cancel: drops a request from the engine, by its request id.
+        stream_interval: least seconds between two pieces of one stream; the first is sent at once.
+    """
+
+    def __init__(
+        self,
+        cancel: Callable[[str], None],
+        *,
+        stream_interval: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cancel = cancel
+        self._interval = stream_interval
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+        self._changed = threading.Condition()
+
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, job: Job) -> None:
+        with self._changed:
+            self._entries[job.job_id] = _Entry(job, self._clock())
+
+    def deliver(self, outputs: list[Output]) -> None:
+        """Hand the engine's outputs to their jobs; those of jobs that have left are dropped."""
+        with self._changed:
+            for output in outputs:
+                entry = self._entries.get(output.request_id.rpartition("/")[0])
+                if entry is not None:
+                    entry.job.add(output)
+            self._changed.notify()
+
+    def cancel_missing(self, present: Collection[str]) -> None:
+        """Cancel the jobs that the frontend no longer asks for: their clients have left."""
+        with self._changed:
+            gone = [job_id for job_id in self._entries if job_id not in present]
+            entries = [self._entries.pop(job_id) for job_id in gone]
+        for entry in entries:
+            self._abandon(entry.job)
+
+    def _abandon(self, job: Job) -> None:
+        for request in job.requests:
+            self._cancel(request.request_id)
+
+    def wait(self, timeout: float) -> None:
+        """Until a job has something to send, or `timeout` seconds have passed."""
+        end = self._clock() + timeout
+        with self._changed:
+            while True:
+                now = self._clock()
+                due = min((self._due(entry, now) for entry in self._entries.values()), default=end)
+                if due <= now or now >= end:
+                    return
+                self._changed.wait(min(due, end) - now)
+
+    def _due(self, entry: _Entry, now: float) -> float:
+        """When the entry's next piece should be sent, as things stand."""
+        job = entry.job
+        if job.done or (job.stream and job.pending and not entry.head_sent):
+            return now
+        sign_of_life = entry.last_sent + SIGN_OF_LIFE_S if entry.head_sent else entry.arrived + FIRST_SIGN_OF_LIFE_S
+        if job.stream and job.pending:
+            return min(entry.last_sent + self._interval, sign_of_life)
+        return sign_of_life
+
+    def take(self, job_id: str) -> Piece | None:
+        """What can be sent for a job now; None leaves it open. A job that is done leaves the table."""
+        with self._changed:
+            entry = self._entries.get(job_id)
+            if entry is None:
+                return None
+            now = self._clock()
+            if self._due(entry, now) > now:
+                return None
+            piece = self._piece(entry)
+            entry.head_sent, entry.last_sent = True, now
+            if piece.part is not Part.MORE:
+                del self._entries[job_id]
+        if piece.part is not Part.MORE and entry.job.error is not None:
+            self._abandon(entry.job)  # one choice failed: the others need not go on
+        return piece
+
+    def _piece(self, entry: _Entry) -> Piece:
+        job = entry.job
+        if job.done:
+            part = Part.LAST if entry.head_sent else Part.WHOLE
+            if job.error is not None and not entry.head_sent:
+                return failure(job.error)
+            if job.stream:
+                return Piece(job.take_events().encode("utf-8"), part, job.content_type)
+            return Piece(job.body() if job.error is None else job.error.json(), part, job.content_type)
+        if job.stream:
+            return Piece((job.take_events() or ": waiting\n\n").encode("utf-8"), Part.MORE, job.content_type)
+        return Piece(b" ", Part.MORE, job.content_type)  # JSON may begin with blanks

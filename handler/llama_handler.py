@@ -1,0 +1,122 @@
+"""The TorchServe handler. TorchServe demands that it is the only class in its module."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from ts.torch_handler.base_handler import BaseHandler
+
+from handler.errors import InternalError, RequestError
+from handler.job_table import JobTable, Part, Piece, failure
+from handler.native_api import build_job
+from handler.request import parse_body
+from handler.serving import Serving, start_serving
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+"""Longest wait of one poll. New requests come only with the next one, so a longer wait would delay them."""
+
+
+class LlamaHandler(BaseHandler):  # type: ignore[misc]
+    """Text and chat completion with a Llama model whose ranks torchrun has started.
+
+    Rank 0 answers; the other ranks take part in the engine's steps and answer nothing themselves.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = 0
+        self.serving: Serving | None = None
+        self.jobs = JobTable(lambda request_id: None, stream_interval=0)
+
+    def initialize(self, context: Any) -> None:
+        """Load this rank's part of the model and start its engine.
+
+        Raises:
+            RuntimeError: one clear line that says what to mend (TorchServe catches no other kind).
+        """
+        # Bodies come as bytes: the frontend's own decoding accepts NaN and logs the rest.
+        os.environ["TS_DECODE_INPUT_REQUEST"] = "false"
+        self.rank = int(os.environ.get("RANK", "0"))
+        logging.getLogger().setLevel(logging.WARNING)  # TorchServe logs several lines a poll at INFO
+        model_dir = Path(context.system_properties["model_dir"])
+        try:
+            self.serving = start_serving(context.model_yaml_config or {}, model_dir, context.model_name, self._deliver)
+        except Exception as error:
+            raise RuntimeError(f"{context.model_name} can't be served: {error}") from error
+        engine = self.serving.engine
+        self.jobs = JobTable(engine.cancel, stream_interval=self.serving.context.settings.stream_interval)
+        self.initialized = True
+
+    def _deliver(self, outputs: Any) -> None:
+        self.jobs.deliver(outputs)
+
+    def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes | str]:
+        """One poll of the frontend, with every open request: see `job_table.py`."""
+        if self.rank != 0:
+            return [""] * len(data)
+        ids = {index: context.get_request_id(index) for index in range(len(data))}
+        refused = self._admit(data, context, ids)
+        self.jobs.cancel_missing(set(ids.values()))
+        if not refused:
+            self.jobs.wait(POLL_S)
+        pieces = {index: refused.get(index) or self.jobs.take(job_id) for index, job_id in ids.items()}
+        return _reply(pieces, context)
+
+    def _admit(self, data: list[dict[str, Any]], context: Any, ids: dict[int, str]) -> dict[int, Piece]:
+        """Hand the new requests to the engine. Returns the replies to those that can't be served, by index."""
+        refused = {}
+        for index, job_id in ids.items():
+            if job_id in self.jobs:
+                continue
+            try:
+                self._start_job(job_id, data[index], context.get_all_request_header(index))
+            except RequestError as error:
+                refused[index] = failure(error)
+            except Exception:
+                logger.exception("request %s failed while it was read", job_id)
+                refused[index] = failure(InternalError("the server failed to read this request; its log says why"))
+        return refused
+
+    def _start_job(self, job_id: str, row: dict[str, Any], headers: dict[str, Any]) -> None:
+        if self.serving is None:
+            raise InternalError("the model is not loaded")
+        job = build_job(job_id, parse_body(row, _content_type(row, headers)), self.serving.context)
+        for request in job.requests:
+            self.serving.engine.check(request)
+        self.jobs.add(job)
+        for request in job.requests:
+            self.serving.engine.submit(request)
+
+
+def _content_type(row: dict[str, Any], headers: dict[str, Any]) -> str | None:
+    """The content type of the request's only field, as TorchServe passes it beside the real headers."""
+    for name in row:
+        value = headers.get(name)
+        if isinstance(value, dict):
+            return str(value.get("content-type") or "")
+    value = headers.get("content-type") or headers.get("Content-Type")
+    return str(value) if value else None
+
+
+def _reply(pieces: dict[int, Piece | None], context: Any) -> list[bytes | str]:
+    """Put each request's piece, status and place in its reply where TorchServe looks for them."""
+    replies: list[bytes | str] = []
+    endings: dict[int, bool | None] = {}
+    for index, piece in pieces.items():
+        if piece is None:
+            del context.request_ids[index]  # left out of this reply, and polled again
+            replies.append("")
+            continue
+        endings[index] = {Part.WHOLE: None, Part.MORE: False, Part.LAST: True}[piece.part]
+        context.set_response_content_type(index, piece.content_type)
+        context.set_response_status(piece.status, piece.phrase, index)
+        if piece.retry_after is not None:
+            context.set_response_header(index, "Retry-After", str(piece.retry_after))
+        replies.append(piece.data)
+    context.stopping_criteria = {index: (lambda _, ending=ending: ending) for index, ending in endings.items()}
+    return replies

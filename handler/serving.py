@@ -1,0 +1,110 @@
+"""What a serving process holds: the model, its engine's thread, and what the dialects need to know."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from generation.chat_format import chat_format_for
+from generation.engine import Engine, EngineSettings, agreed_cache_tokens
+from generation.engine_thread import EngineThread
+from generation.types import Output, Request, SamplingParams
+from model.llama import Llama
+from model.loader import load_model
+from model.process import die_with_parent
+
+from .native_api import ServingContext
+from .settings import HandlerSettings, load_settings
+
+logger = logging.getLogger(__name__)
+
+MAX_SEQS = 256
+"""Most sequences in one step, where the configuration says nothing; the rest wait in the engine."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A loaded model that answers."""
+
+    engine: Engine
+    thread: EngineThread
+    context: ServingContext
+
+
+def start_serving(
+    yaml_config: dict[str, Any], model_dir: Path, model_name: str, deliver: Callable[[list[Output]], None]
+) -> Serving:
+    """Load this rank's part of the model, compute one token to warm up, and start the engine's thread.
+
+    Args:
+        yaml_config: the whole of model-config.yaml.
+        deliver: gets the engine's outputs, in the engine's thread.
+
+    Raises:
+        SettingsError, CheckpointError, CollectiveError: one line that says what to mend.
+    """
+    die_with_parent()  # TorchServe kills torchrun outright, which then can't end its ranks
+    began = time.monotonic()
+    settings = load_settings(yaml_config, model_dir)
+    model, tokenizer = load_model(
+        settings.checkpoint,
+        device=settings.device,
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        max_seq_len=settings.max_seq_len,
+        tokenizer_path=settings.tokenizer,
+        progress=_log_progress,
+    )
+    tokens = agreed_cache_tokens(model, settings.kv_cache_tokens, settings.kv_cache_memory)
+    engine = Engine(
+        model,
+        EngineSettings(tokens, max_seqs=settings.max_batch_size or MAX_SEQS, prefill_chunk=settings.prefill_chunk),
+    )
+    _warm_up(engine)
+    context = ServingContext(
+        tokenizer=tokenizer,
+        chat_format=chat_format_for(tokenizer, settings.chat_format),
+        settings=settings,
+        vocab_size=model.config.vocab_size,
+        max_seq_len=engine.max_seq_len,
+        model_name=settings.served_model_name or model_name,
+    )
+    thread = EngineThread(engine, deliver, step_timeout=settings.step_timeout)
+    thread.start()
+    if model.comm.rank == 0:
+        # The root logger is quiet while serving; this line is for whoever reads the log after a start.
+        logger.warning(
+            "%s is ready after %.1f s: %s, %s, %d ranks over %s, context %d tokens, cache %d tokens",
+            context.model_name,
+            time.monotonic() - began,
+            model.device,
+            str(model.dtype).removeprefix("torch."),
+            model.comm.world_size,
+            model.comm.kind,
+            engine.max_seq_len,
+            engine.settings.kv_cache_tokens,
+        )
+    return Serving(engine, thread, context)
+
+
+def _warm_up(engine: Engine) -> None:
+    """Two tokens through every rank: kernels and buffers are made now, not at the first request."""
+    if engine.model.comm.rank != 0:
+        engine.follow()
+        return
+    room = min(engine.max_seq_len - 2, 32)
+    engine.submit(Request("warm-up", [0] * max(room, 1), SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)))
+    while engine.busy:
+        engine.step()
+    engine.heartbeat(stop=True)
+    engine.finished.clear()
+
+
+def _log_progress(done: int, total: int) -> None:
+    """A line for each tenth of the tensors."""
+    if done * 10 // total != (done - 1) * 10 // total:
+        logger.info("loading: %d of %d tensors", done, total)

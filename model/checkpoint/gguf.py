@@ -1,0 +1,215 @@
+"""GGUF, llama.cpp's format: one file with metadata, tokenizer and tensors, plain or quantized in blocks.
+
+Its names for Meta's, by layer N: attn_q/k/v/output = wq/wk/wv/wo, ffn_gate/up/down = w1/w3/w2. For the
+architecture "llama" the rows of wq and wk are in Meta's order (rotary pairs side by side): nothing is permuted.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+
+from model.config import CheckpointError, ModelConfig
+
+from .base import Checkpoint, check_layers, check_parameters, describe_file, load_sentencepiece
+from .gguf_header import TensorInfo, read_header
+from .gguf_types import BLOCK_TYPES, decode_part
+
+if TYPE_CHECKING:
+    from model.tokenizer import Tokenizer
+
+NAMES = {
+    "token_embd.weight": "tok_embeddings.weight",
+    "output_norm.weight": "norm.weight",
+    "output.weight": "output.weight",
+}
+LAYER_NAMES = {
+    "attn_norm": "attention_norm",
+    "attn_q": "attention.wq",
+    "attn_k": "attention.wk",
+    "attn_v": "attention.wv",
+    "attn_output": "attention.wo",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+BOS_ID = "tokenizer.ggml.bos_token_id"
+NO_IDS = (None, -1, 0xFFFFFFFF)
+"""What stands for "no such token": no key, or -1, also where it was written without a sign."""
+ROPE_FREQS = "rope_freqs.weight"
+LEFT_OVER = re.compile(r"(^|\.)(attn_rot_embd|rotary_emb\.inv_freq|rope\.freqs)(\.weight)?$")
+"""Buffers that follow from the configuration."""
+
+
+class GGUFCheckpoint(Checkpoint):
+    """A GGUF file of the architecture "llama", its tensors in any mix of the types in `BLOCK_TYPES`."""
+
+    format = "gguf"
+
+    def __init__(self, path: Path, tokenizer_path: Path | None = None) -> None:
+        self._data: mmap.mmap | None = map_file(path)
+        header = read_header(path, self._data)
+        self.metadata: dict[str, Any] = header.metadata
+        """Every metadata key with its value as plain Python."""
+        self._tensors = {_meta_name(name): info for name, info in header.tensors.items() if not LEFT_OVER.search(name)}
+        rope_freqs = self._tensors.pop(ROPE_FREQS, None)
+        config = _config(path, header.metadata, self._tensors)
+        check_parameters(path, config, {name: info.shape for name, info in self._tensors.items()})
+        _check_types(path, self._tensors)
+        super().__init__(path, config, tokenizer_path)
+        if rope_freqs is not None:
+            self._check_rope_freqs(rope_freqs)
+
+    def _read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        info = self._tensors[name]
+        rows = self._rows(info)
+        kind = BLOCK_TYPES[info.kind]
+        if len(info.shape) == 1:
+            return decode_part(rows, kind, start, stop)[0]
+        if dim == 0:
+            return decode_part(rows[start:stop], kind, 0, info.shape[1])
+        return decode_part(rows, kind, start, stop)
+
+    def _rows(self, info: TensorInfo) -> torch.Tensor:
+        """The tensor's bytes as they lie in the file, (rows, bytes of a row); a view of the mapped memory."""
+        if self._data is None:
+            raise CheckpointError(f"checkpoint {self.path}: is closed, {info.name} can't be read any more")
+        raw = torch.frombuffer(self._data, dtype=torch.uint8, count=info.n_bytes, offset=info.offset)
+        return raw.view(1 if len(info.shape) == 1 else info.shape[0], -1)
+
+    def _check_rope_freqs(self, info: TensorInfo) -> None:
+        """Accept factors of 1 and the plain frequencies; other factors (Llama 3.1) would change the result."""
+        half, theta = self.config.head_dim // 2, self.config.rope_theta
+        plain = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        if info.kind == "F32" and info.shape == (half,):
+            values = self._rows(info).view(torch.float32)[0].double()
+            if bool((values == 1).all()) or torch.allclose(values, plain, rtol=1e-2):
+                return
+        raise CheckpointError(
+            f"checkpoint {self.path}: {ROPE_FREQS} scales the rotary frequencies (as in Llama 3.1), "
+            "which isn't supported; use a model without rotary scaling"
+        )
+
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer_path is not None:
+            return load_sentencepiece(self._tokenizer_path)
+        # imported here so that weights can be read without a tokenizer library
+        from model.tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(self.metadata)
+
+    def close(self) -> None:
+        self._data = None  # unmapped with the last tensor that looks into it
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """The file in memory, read as it is looked at. Copy on write only because torch wants writable memory."""
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"checkpoint {path}: isn't a GGUF file: {describe_file(path)}")
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _meta_name(name: str) -> str:
+    """Meta's name of a tensor; a name that isn't known stays, and is found as surplus."""
+    match = re.fullmatch(r"blk\.(0|[1-9]\d*)\.(\w+)\.weight", name)
+    if match and match[2] in LAYER_NAMES:
+        return f"layers.{match[1]}.{LAYER_NAMES[match[2]]}.weight"
+    return NAMES.get(name, name)
+
+
+def _check_types(path: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    for info in tensors.values():
+        if info.kind not in BLOCK_TYPES:
+            raise CheckpointError(
+                f"checkpoint {path}: tensor {info.name} has type {info.kind}, which isn't read here; "
+                f"convert the model to one of {', '.join(BLOCK_TYPES)}"
+            )
+
+
+def _config(path: Path, metadata: dict[str, Any], tensors: Mapping[str, TensorInfo]) -> ModelConfig:
+    keys = _Keys(path, metadata)
+    _check_plain_llama(keys)
+    n_layers, dim = keys.integer("llama.block_count"), keys.integer("llama.embedding_length")
+    check_layers(path, "llama.block_count", n_layers, tensors)
+    n_heads = keys.integer("llama.attention.head_count")
+    head_dim = keys.integer("llama.attention.key_length", dim // max(1, n_heads))
+    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
+        if keys.integer(key, head_dim) != head_dim:
+            keys.refuse(key, f"{head_dim}, the size of a head")
+    embedding = tensors.get("tok_embeddings.weight")
+    vocab_size = embedding.shape[0] if embedding else keys.integer("llama.vocab_size")
+    _check_ids(keys, vocab_size)
+    return ModelConfig(
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=keys.integer("llama.attention.head_count_kv", n_heads),
+        head_dim=head_dim,
+        hidden_dim=keys.integer("llama.feed_forward_length"),
+        vocab_size=vocab_size,
+        max_seq_len=keys.integer("llama.context_length"),
+        norm_eps=keys.number("llama.attention.layer_norm_rms_epsilon"),
+        rope_theta=keys.number("llama.rope.freq_base", 10000.0),
+        tied_output="output.weight" not in tensors,
+        bos_id=keys.integer(BOS_ID) if metadata.get(BOS_ID) not in NO_IDS else None,
+    )
+
+
+def _check_ids(keys: _Keys, vocab_size: int) -> None:
+    """Refuse a tokenizer that gives ids without a row in the embedding; rows without a token are only padding."""
+    tokens = keys.values.get("tokenizer.ggml.tokens", [])
+    if not isinstance(tokens, list) or len(tokens) > vocab_size:
+        keys.refuse("tokenizer.ggml.tokens", f"a list of at most {vocab_size} tokens, the rows of token_embd.weight")
+    if keys.values.get(BOS_ID) not in NO_IDS and not 0 <= keys.integer(BOS_ID) < vocab_size:
+        keys.refuse(BOS_ID, f"an id below {vocab_size}, the rows of token_embd.weight")
+
+
+def _check_plain_llama(keys: _Keys) -> None:
+    """Refuse what the model here doesn't compute."""
+    if keys.values.get("general.architecture") != "llama":
+        keys.refuse("general.architecture", "'llama', the only architecture served")
+    if keys.values.get("split.count", 1) not in (0, 1):
+        keys.refuse("split.count", "a model in one file: join the parts with `llama-gguf-split --merge`")
+    if keys.values.get("llama.expert_count", 0) != 0:
+        keys.refuse("llama.expert_count", "a model without experts")
+    scaling = keys.values.get("llama.rope.scaling.type", "none")
+    if scaling != "none":
+        keys.refuse("llama.rope.scaling.type", "'none': rotary scaling isn't supported")
+    if "llama.rope.scaling.type" not in keys.values:
+        for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+            if keys.number(key, 1.0) not in (0.0, 1.0):
+                keys.refuse(key, "1: rotary scaling isn't supported")
+
+
+class _Keys:
+    """Metadata by key, with types checked."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path = path
+        self.values = values
+
+    def refuse(self, key: str, expected: str) -> NoReturn:
+        value = repr(self.values[key]) if key in self.values else "missing"
+        raise CheckpointError(f"checkpoint {self.path}: {key} is {value[:80]}, expected {expected}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            self.refuse(key, "an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A float32 gives the shortest decimal that means it, so that 1e-5 is 1e-5 as in other formats."""
+        value = self.values.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < FLOAT32_MAX:
+            self.refuse(key, "a finite number")
+        return float(str(np.float32(value)))

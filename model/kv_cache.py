@@ -1,0 +1,135 @@
+"""The paged key/value cache of one rank, and a step's batch in terms of it.
+
+B sequences, T tokens of the step, L cached tokens, KV key/value heads of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .config import ModelConfig
+from .parallel import Shard
+
+BLOCK_TOKENS = 16
+"""Tokens in one cache block. Block 0 is never written: tables are padded with it, and it stays zero."""
+
+
+class KVCache:
+    """Keys and values of every layer; row `block * BLOCK_TOKENS + offset` holds one token. Changed in place."""
+
+    def __init__(
+        self, config: ModelConfig, shard: Shard, n_blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.n_layers, n_blocks * BLOCK_TOKENS, len(shard.kv_heads), config.head_dim)
+        self.n_blocks = n_blocks
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def scrub(self, blocks: torch.Tensor) -> None:
+        """Zero the given blocks: what a failed request left there must not reach the next one (0 * NaN is NaN)."""
+        for cache in (self.keys, self.values):
+            cache.view(cache.shape[0], self.n_blocks, -1).index_fill_(1, blocks, 0)
+
+
+def bytes_per_token(config: ModelConfig, shard: Shard, dtype: torch.dtype) -> int:
+    """Cache bytes that one token takes on this rank."""
+    return 2 * config.n_layers * len(shard.kv_heads) * config.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences with one new token each, attended together."""
+
+    rows: torch.Tensor | slice
+    """Which of the T tokens: (B,) indices, or a slice where they are neighbors."""
+    slots: torch.Tensor
+    """(B * L,) cache rows, each sequence padded to L."""
+    mask: torch.Tensor
+    """(B, 1, 1, L) True where a cached token may be seen."""
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Several tokens of one sequence."""
+
+    rows: slice
+    slots: torch.Tensor
+    """(L,) cache rows of the sequence up to and including this chunk."""
+    mask: torch.Tensor
+    """(tokens, L) True where a token may see a cached one."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one forward pass computes, on the model's device."""
+
+    tokens: torch.Tensor
+    """(T,) ids."""
+    positions: torch.Tensor
+    """(T,) place of each token in its sequence."""
+    slots: torch.Tensor
+    """(T,) cache row each token's key and value go to."""
+    logit_rows: torch.Tensor
+    """(R,) tokens whose logits are wanted."""
+    decodes: list[DecodeGroup]
+    prefills: list[PrefillChunk]
+
+
+def make_batch(
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    blocks: np.ndarray,
+    logit_rows: np.ndarray,
+    device: torch.device,
+) -> Batch:
+    """A batch from a step plan's arrays (see `generation.types.StepPlan`)."""
+
+    def put(array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
+
+    firsts = np.cumsum(counts) - counts
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(len(tokens)) - firsts[sequence] + starts[sequence]
+    slots = blocks[sequence, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    decodes = []
+    for members in _decode_groups(starts, np.flatnonzero(counts == 1)):
+        n_blocks = int(starts[members].max()) // BLOCK_TOKENS + 1
+        seen = np.arange(n_blocks * BLOCK_TOKENS) <= starts[members][:, None]
+        rows = firsts[members]
+        neighbors = bool(rows[-1] - rows[0] == len(rows) - 1)
+        decodes.append(
+            DecodeGroup(
+                slice(int(rows[0]), int(rows[-1]) + 1) if neighbors else put(rows),
+                put(_rows_of(blocks[members, :n_blocks]).ravel()),
+                put(seen, torch.bool)[:, None, None, :],
+            )
+        )
+    prefills = []
+    for i in np.flatnonzero(counts > 1):
+        length = int(starts[i] + counts[i])
+        first = int(firsts[i])
+        seen = np.arange(length) <= np.arange(starts[i], length)[:, None]
+        table = _rows_of(blocks[i : i + 1, : -(-length // BLOCK_TOKENS)])[0, :length]
+        prefills.append(PrefillChunk(slice(first, first + int(counts[i])), put(table), put(seen, torch.bool)))
+    return Batch(put(tokens), put(positions), put(slots), put(logit_rows), decodes, prefills)
+
+
+def _rows_of(blocks: np.ndarray) -> np.ndarray:
+    """(B, blocks) block numbers -> (B, blocks * BLOCK_TOKENS) cache rows."""
+    rows: np.ndarray = blocks[:, :, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+    return rows.reshape(len(blocks), -1)
+
+
+def _decode_groups(starts: np.ndarray, members: np.ndarray) -> list[np.ndarray]:
+    """`members` together, or by similar length where padding to the longest would double the work."""
+    if len(members) == 0:
+        return []
+    lengths = starts[members] + 1
+    if lengths.max() * len(members) <= 2 * lengths.sum() + 64 * len(members):
+        return [members]
+    classes = np.ceil(np.log2(lengths + 64)).astype(int)
+    return [members[classes == c] for c in np.unique(classes)]

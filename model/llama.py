@@ -1,0 +1,180 @@
+"""The Llama 2 transformer in Meta's terms, written as if there were one rank.
+
+T tokens of a step, H heads, KV key/value heads, G = H / KV heads per group, D head dim. With several ranks,
+H, KV, the hidden size and the vocabulary are this rank's parts (see parallel.py), and the three places
+where ranks meet are `comm.all_reduce` after wo, w2 and the embedding, and `comm.gather` of the logits.
+The residual stream and the norms are float32 in every dtype: nearly free, and much closer to full precision.
+Source: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models" (2023), section 2.2.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .collectives import Communicator
+from .config import ModelConfig
+from .kv_cache import Batch, KVCache
+from .parallel import Shard, plan_shards
+
+
+class Linear:
+    """y = x W^T. On a CPU in bfloat16 the weight is kept in oneDNN's own order, which nearly halves the time."""
+
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight: Tensor | None = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self._packed: Tensor | None = None
+
+    def prepack(self, keep: bool = False) -> None:
+        """Reorder the weight for the kernel; `keep` leaves the plain one for other users."""
+        weight = self.weight
+        if weight is None or weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+            return
+        if not torch.backends.mkldnn.is_available():
+            return
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        if not keep:
+            self.weight = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._packed is not None:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], None)
+            return y
+        if self.weight is None:
+            raise RuntimeError("this layer's weight was dropped")
+        return F.linear(x, self.weight)
+
+
+def rotary_table(head_dim: int, length: int, theta: float, device: torch.device) -> Tensor:
+    """(length, D/2) complex64: rotation of each pair at each position. Source: Su et al., "RoFormer" (2021)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64)[: head_dim // 2] / head_dim
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), theta**-exponents)
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn neighboring pairs of x (T, heads, D) by rotation (T, D/2)."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (T, heads, D/2)
+    return torch.view_as_real(pairs * rotation[:, None, :]).flatten(-2).to(x.dtype)
+
+
+class Attention:
+    """Grouped-query attention over the paged cache; the group is folded into the query length, never expanded."""
+
+    def __init__(
+        self, config: ModelConfig, shard: Shard, comm: Communicator, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.heads, self.kv_heads, self.head_dim = len(shard.heads), len(shard.kv_heads), config.head_dim
+        q, kv = self.heads * config.head_dim, self.kv_heads * config.head_dim
+        self.wqkv = Linear(q + 2 * kv, config.dim, dtype, device)
+        self.wo = Linear(config.dim, q, dtype, device)
+        self.comm = comm
+
+    def __call__(self, x: Tensor, rotation: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> Tensor:
+        """x (T, dim) -> (T, dim). `keys` and `values` (rows, KV, D) are this layer's cache, written in place."""
+        turned = self.heads + self.kv_heads
+        qkv = self.wqkv(x).view(len(x), turned + self.kv_heads, self.head_dim)
+        qk = rotate(qkv[:, :turned], rotation)
+        keys.index_copy_(0, batch.slots, qk[:, self.heads :])
+        values.index_copy_(0, batch.slots, qkv[:, turned:])
+        seen = self._attend(qk[:, : self.heads], batch, keys, values)
+        return self.comm.all_reduce(self.wo(seen.reshape(len(x), -1)))
+
+    def _attend(self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> Tensor:
+        """q (T, H, D) -> (T, H, D)."""
+        kv, group, dim = self.kv_heads, self.heads // self.kv_heads, self.head_dim
+        out = torch.empty_like(q)
+        for part in batch.decodes:
+            mask = part.mask
+            shape = (mask.shape[0], mask.shape[-1], kv, dim)
+            k = keys.index_select(0, part.slots).view(shape).transpose(1, 2)  # (B, KV, L, D)
+            v = values.index_select(0, part.slots).view(shape).transpose(1, 2)
+            grouped = q[part.rows].reshape(-1, kv, group, dim)
+            attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)  # (B, KV, G, D)
+            out[part.rows] = attended.reshape(-1, self.heads, dim)
+        for chunk in batch.prefills:
+            k = keys.index_select(0, chunk.slots).transpose(0, 1)  # (KV, L, D)
+            v = values.index_select(0, chunk.slots).transpose(0, 1)
+            grouped = q[chunk.rows].view(-1, kv, group, dim).permute(1, 2, 0, 3).reshape(1, kv, -1, dim)
+            mask = chunk.mask.repeat(group, 1)  # (G * tokens, L)
+            attended = F.scaled_dot_product_attention(grouped, k[None], v[None], attn_mask=mask)
+            attended = attended.view(kv, group, -1, dim).permute(2, 0, 1, 3)  # (tokens, KV, G, D)
+            out[chunk.rows] = attended.reshape(-1, self.heads, dim)
+        return out
+
+
+class FeedForward:
+    """w2(silu(w1 x) * w3 x). Source: Shazeer, "GLU Variants Improve Transformer" (2020)."""
+
+    def __init__(
+        self, config: ModelConfig, shard: Shard, comm: Communicator, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.hidden = len(shard.hidden)
+        self.w13 = Linear(2 * self.hidden, config.dim, dtype, device)
+        self.w2 = Linear(config.dim, self.hidden, dtype, device)
+        self.comm = comm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.w13(x).split(self.hidden, dim=-1)
+        return self.comm.all_reduce(self.w2(F.silu(gate) * up))
+
+
+class TransformerBlock:
+    def __init__(
+        self, config: ModelConfig, shard: Shard, comm: Communicator, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.attention = Attention(config, shard, comm, dtype, device)
+        self.feed_forward = FeedForward(config, shard, comm, dtype, device)
+        self.attention_norm = torch.empty(config.dim, dtype=torch.float32, device=device)
+        self.ffn_norm = torch.empty(config.dim, dtype=torch.float32, device=device)
+
+
+class Llama:
+    """One rank's part of the model, ready for its weights (`loader.py` fills them in)."""
+
+    def __init__(
+        self, config: ModelConfig, comm: Communicator, dtype: torch.dtype, device: torch.device, max_seq_len: int
+    ) -> None:
+        self.config, self.comm, self.dtype, self.device = config, comm, dtype, device
+        self.max_seq_len = max_seq_len
+        self.shards = plan_shards(config, comm.world_size)
+        self.shard = self.shards[comm.rank]
+        vocab = len(self.shard.vocab)
+        self.tok_embeddings = torch.empty(vocab, config.dim, dtype=dtype, device=device)
+        self.layers = [TransformerBlock(config, self.shard, comm, dtype, device) for _ in range(config.n_layers)]
+        self.norm = torch.empty(config.dim, dtype=torch.float32, device=device)
+        self.output = Linear(0 if config.tied_output else vocab, config.dim, dtype, device)
+        if config.tied_output:
+            self.output.weight = self.tok_embeddings
+        self.rotary = rotary_table(config.head_dim, max_seq_len, config.rope_theta, device)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """(T,) -> (T, dim); each rank looks up the ids it holds, the others' rows are zero."""
+        vocab = self.shard.vocab
+        if len(vocab) == self.config.vocab_size:
+            return F.embedding(tokens, self.tok_embeddings)
+        local = tokens - vocab.start
+        elsewhere = (local < 0) | (local >= len(vocab))
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.tok_embeddings)
+        return self.comm.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor | None:
+        """One step. The cache gains the batch's tokens.
+
+        Returns:
+            (R, vocabulary) float32 logits of `batch.logit_rows` on rank 0, None on other ranks or for R = 0.
+        """
+        eps, dim = self.config.norm_eps, (self.config.dim,)
+        rotation = self.rotary.index_select(0, batch.positions)
+        h = self._embed(batch.tokens).float()
+        for i, layer in enumerate(self.layers):
+            x = F.rms_norm(h, dim, layer.attention_norm, eps).to(self.dtype)
+            h = h + layer.attention(x, rotation, batch, cache.keys[i], cache.values[i])
+            h = h + layer.feed_forward(F.rms_norm(h, dim, layer.ffn_norm, eps).to(self.dtype))
+        if len(batch.logit_rows) == 0:
+            return None
+        h = F.rms_norm(h.index_select(0, batch.logit_rows), dim, self.norm, eps).to(self.dtype)
+        logits = self.comm.gather(self.output(h), [len(s.vocab) for s in self.shards])
+        return None if logits is None else logits.float()

@@ -1,0 +1,95 @@
+"""What a rank needs from its operating system: to end with its parent, and to know how many cores it has."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(expected_parent: int | None = None) -> None:
+    """Let the kernel kill this process when its parent ends, however that happens. Does nothing outside Linux.
+
+    TorchServe's frontend kills torchrun with SIGKILL, which leaves torchrun no chance to end its ranks. Strictly, the
+    signal comes when the parent's thread that started this process ends; torchrun starts ranks from its main thread.
+
+    Args:
+        expected_parent: process id that the parent must have, where the caller knows it. If the parent is another one
+            (it died before this call), this process is killed at once.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid() if expected_parent is None else expected_parent
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    # A parent that died before prctl sends no signal any more.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cpu_threads(local_world_size: int) -> int:
+    """Threads for one of `local_world_size` ranks on this host: never more than cores in total, at least 1."""
+    if local_world_size < 1:
+        raise ValueError(f"local_world_size is {local_world_size}, expected at least 1")
+    return max(1, usable_cores() // local_world_size)
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity mask, cut by the CPU quota of its control groups; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else (os.cpu_count() or 1)
+    quota = _cgroup_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def _cgroup_quota(membership: Path, root: Path) -> float | None:
+    """The least quota, in cores, of all groups from the process's own to the root; None where nothing limits it.
+
+    Files as described in the kernel's documentation, admin-guide/cgroup-v2 (`cpu.max`) and scheduler/sched-bwc
+    (`cpu.cfs_quota_us`, `cpu.cfs_period_us`).
+    """
+    quotas = []
+    for line in _read(membership).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            mounts = [root, root / "unified"]
+        elif "cpu" in controllers.split(","):
+            mounts = [root / "cpu", root / controllers]
+        else:
+            continue
+        for mount in mounts:
+            for group in _upwards(mount, path):
+                quotas.append(_quota(_read(group / "cpu.max").split()))
+                quotas.append(_quota([_read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    """The group and its parents. Inside a container `path` may lie outside the mount: then only the mount exists."""
+    group = mount / path.lstrip("/")
+    while group != mount and mount in group.parents:
+        yield group
+        group = group.parent
+    yield mount
+
+
+def _quota(fields: list[str]) -> float | None:
+    try:
+        quota, period = (float(field) for field in fields)
+    except ValueError:  # "max", or no such file
+        return None
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

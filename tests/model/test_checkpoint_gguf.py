@@ -1,0 +1,326 @@
+"""GGUF files: values as the `gguf` package decodes them, any part, and an error that helps for all that is broken."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.checkpoint import Checkpoint, open_checkpoint
+from model.checkpoint.gguf import GGUFCheckpoint
+from model.checkpoint.gguf_types import BLOCK_TYPES, CHUNK_VALUES, decode_part
+from model.config import CheckpointError
+from tests.model.tiny import (
+    gguf_name,
+    random_weights,
+    save_gguf,
+    sentencepiece_fields,
+    tiny_config,
+    train_sentencepiece,
+)
+
+CONFIG = tiny_config(n_heads=8, n_kv_heads=2, head_dim=16, bos_id=1)
+WEIGHTS = random_weights(CONFIG)
+WQ = "layers.1.attention.wq.weight"
+STORED = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GGUFCheckpoint]:
+    root = tmp_path_factory.mktemp("gguf")
+    opened = {}
+    for kind in BLOCK_TYPES:
+        checkpoint = open_checkpoint(save_gguf(root / f"{kind}.gguf", CONFIG, WEIGHTS, kind))
+        assert isinstance(checkpoint, GGUFCheckpoint)
+        opened[kind] = checkpoint
+    return opened
+
+
+def reference(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Every tensor by GGUF's name, read and decoded by the `gguf` package, in float32."""
+    tensors = gguf.GGUFReader(checkpoint.path).tensors
+    return {t.name: torch.from_numpy(np.array(gguf.dequantize(t.data, t.tensor_type))) for t in tensors}
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_equals_the_gguf_package(checkpoints: dict[str, GGUFCheckpoint], kind: str) -> None:
+    """B113 (no row moves) and B266 (each type that is accepted can be decoded): bit for bit."""
+    checkpoint = checkpoints[kind]
+    assert checkpoint.format == "gguf"
+    assert checkpoint.config == CONFIG
+    expected = reference(checkpoint)
+    for name, weight in WEIGHTS.items():
+        value = checkpoint.read(name)
+        assert value.dtype == (torch.float32 if weight.dim() == 1 else STORED.get(kind, torch.float32))
+        assert torch.equal(value.float(), expected[gguf_name(name)]), name
+        # and it really is the parameter of that name
+        assert torch.allclose(value.float(), weight, atol=0.05, rtol=0.1), name
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_bytes_decode_as_in_the_gguf_package(kind: str, seed: int) -> None:
+    block = BLOCK_TYPES[kind]
+    data = np.random.default_rng(seed).integers(0, 256, (3, 4 * block.size), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    value = decode_part(torch.from_numpy(data), block, 0, 4 * block.block).numpy()
+    assert np.array_equal(value, expected, equal_nan=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_part(checkpoints: dict[str, GGUFCheckpoint], data: st.DataObject) -> None:
+    checkpoint = checkpoints[data.draw(st.sampled_from(sorted(checkpoints)))]
+    name = data.draw(st.sampled_from(sorted(WEIGHTS)))
+    whole = checkpoint.read(name)
+    dim = data.draw(st.integers(0, whole.dim() - 1))
+    start = data.draw(st.integers(0, whole.shape[dim]))
+    stop = data.draw(st.integers(start, whole.shape[dim]))
+    part = checkpoint.read(name, dim, start, stop)
+    assert torch.equal(part, whole.narrow(dim, start, stop - start))
+    assert part.is_contiguous()
+    assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+
+
+def test_decodes_in_chunks() -> None:
+    """B267: what is decoded at a time is bounded, whatever the tensor's size, and the chunks fit together."""
+    kind = BLOCK_TYPES["Q4_1"]
+    rows = 5 * CHUNK_VALUES // (2 * kind.block) + 7
+    data = torch.randint(0, 64, (rows, 2 * kind.size), dtype=torch.uint8)
+    sizes = []
+
+    def decode(blocks: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(blocks) * kind.block)
+        return kind.decode(blocks)
+
+    spied = type(kind)(kind.name, kind.block, kind.size, kind.dtype, decode)
+    value = decode_part(data, spied, 30, 40)
+    expected = gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType.Q4_1)[:, 30:40]
+    assert torch.equal(value, torch.from_numpy(expected))
+    assert len(sizes) == 6
+    assert max(sizes) <= CHUNK_VALUES
+
+
+def test_what_is_read_is_our_own(tmp_path: Path) -> None:
+    with open_checkpoint(save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS)) as checkpoint:
+        checkpoint.read(WQ).zero_()
+        value = checkpoint.read(WQ)
+    assert torch.equal(value, WEIGHTS[WQ])
+    with pytest.raises(CheckpointError, match="closed"):
+        checkpoint.read(WQ)
+
+
+def test_mixed_types(tmp_path: Path) -> None:
+    """B265: the type is each tensor's own, whatever the file is called."""
+    kinds = list(BLOCK_TYPES)
+    types = {name: kinds[i % len(kinds)] for i, name in enumerate(WEIGHTS)}
+    checkpoint = open_checkpoint(save_gguf(tmp_path / "model-Q4_0.gguf", CONFIG, WEIGHTS, types))
+    expected = reference(checkpoint)
+    for name in WEIGHTS:
+        assert torch.equal(checkpoint.read(name).float(), expected[gguf_name(name)]), name
+
+
+def test_unsupported_type(tmp_path: Path) -> None:
+    """B265: refused by name when the file is opened."""
+    path = save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS, {WQ: "Q5_0"})
+    with pytest.raises(
+        CheckpointError, match=r"blk\.1\.attn_q\.weight has type Q5_0.*F32, F16, BF16, Q8_0, Q4_0, Q4_1"
+    ):
+        open_checkpoint(path)
+
+
+class TestConfiguration:
+    def test_tied_output(self, tmp_path: Path) -> None:
+        """B123: without output.weight the embedding is the output matrix."""
+        config = tiny_config(tied_output=True)
+        assert open_checkpoint(save_gguf(tmp_path / "m.gguf", config, random_weights(config))).config == config
+
+    def test_values_are_taken_over(self, tmp_path: Path) -> None:
+        """B128, B129; a head size that isn't dim / n_heads is read too."""
+        config = tiny_config(dim=96, head_dim=16, rope_theta=5e5, norm_eps=1e-6, max_seq_len=8192)
+        assert open_checkpoint(save_gguf(tmp_path / "m.gguf", config, random_weights(config))).config == config
+
+    def test_defaults(self, tmp_path: Path) -> None:
+        config = tiny_config(n_kv_heads=4)
+        keys = ["attention.head_count_kv", "rope.freq_base", "rope.dimension_count", "vocab_size"]
+        fields = {**{f"llama.{key}": None for key in keys}, "tokenizer.ggml.bos_token_id": 0xFFFFFFFF}
+        path = save_gguf(tmp_path / "m.gguf", config, random_weights(config), fields=fields)
+        assert open_checkpoint(path).config == config
+
+    def test_metadata_equals_the_gguf_package(self, tmp_path: Path) -> None:
+        fields = sentencepiece_fields(train_sentencepiece(tmp_path / "tokenizer.model"))
+        fields |= {"a.bool": True, "a.flags": [True, False], "a.text": "ä漢", "an.empty": "", "a.number": 2.5}
+        checkpoint = open_checkpoint(save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS, fields=fields))
+        assert isinstance(checkpoint, GGUFCheckpoint)
+        expected = {key: field.contents() for key, field in gguf.GGUFReader(checkpoint.path).fields.items()}
+        assert checkpoint.metadata == {key: value for key, value in expected.items() if not key.startswith("GGUF.")}
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"general.architecture": "qwen2"}, "general.architecture is 'qwen2', expected 'llama'"),
+            ({"llama.rope.scaling.type": "linear"}, "rope.scaling.type is 'linear'"),
+            ({"llama.rope.scaling.factor": 4.0}, "rope.scaling.factor is 4.0"),
+            ({"llama.rope.scale_linear": 2.0}, "rope.scale_linear is 2.0"),
+            ({"llama.expert_count": 8}, "expert_count is 8"),
+            ({"split.count": 3}, "split.count is 3, .*--merge"),
+            ({"llama.block_count": 3}, "block_count is 3, but the files hold 2 layers"),
+            ({"llama.block_count": 4_000_000_000}, "block_count"),
+            ({"llama.block_count": None}, "block_count is missing, expected an integer"),
+            ({"llama.embedding_length": 64}, r"\(384, 128\), but the configuration says \(384, 64\)"),
+            ({"llama.attention.head_count": 0}, "n_heads is 0"),
+            ({"llama.attention.head_count": "8"}, "head_count is '8', expected an integer"),
+            ({"llama.attention.head_count_kv": [2, 2]}, r"head_count_kv is \[2, 2\]"),
+            ({"llama.attention.head_count_kv": 4}, r"wk.weight has shape \(32, 128\), .* \(64, 128\)"),
+            ({"llama.rope.dimension_count": 8}, "dimension_count is 8, expected 16"),
+            ({"llama.attention.value_length": 32}, "value_length is 32, expected 16"),
+            ({"llama.feed_forward_length": 128}, r"\(128, 128\)"),
+            ({"llama.context_length": None}, "context_length is missing"),
+            ({"llama.attention.layer_norm_rms_epsilon": None}, "epsilon is missing, expected a finite number"),
+            ({"llama.rope.freq_base": float("inf")}, "freq_base is inf"),
+            ({"tokenizer.ggml.tokens": ["a"] * 385}, "expected a list of at most 384 tokens"),
+            ({"tokenizer.ggml.bos_token_id": 384}, "bos_token_id is 384, expected an id below 384"),
+        ],
+    )
+    def test_refused(self, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS, fields=fields))
+
+
+class TestTensors:
+    def test_missing(self, tmp_path: Path) -> None:
+        weights = {name: weight for name, weight in WEIGHTS.items() if name not in (WQ, "norm.weight")}
+        with pytest.raises(CheckpointError, match=rf"{WQ}, norm\.weight are missing"):
+            open_checkpoint(save_gguf(tmp_path / "m.gguf", CONFIG, weights))
+
+    def test_surplus(self, tmp_path: Path) -> None:
+        extra = {"blk.0.attn_q.bias": torch.ones(128)}
+        with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.bias is not part of a Llama model"):
+            open_checkpoint(save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS, extra=extra))
+
+    @pytest.mark.parametrize("factors", [torch.ones(8), 10000.0 ** (-torch.arange(8) / 8)])
+    def test_buffers_may_be_left_over(self, tmp_path: Path, factors: torch.Tensor) -> None:
+        extra = {"rope_freqs.weight": factors, "blk.0.attn_rot_embd.weight": torch.ones(8)}
+        assert open_checkpoint(save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS, extra=extra)).config == CONFIG
+
+    def test_scaled_rotary_frequencies(self, tmp_path: Path) -> None:
+        """Llama 3.1's scaling is in no key, only in this tensor."""
+        extra = {"rope_freqs.weight": torch.tensor([1.0] * 4 + [8.0] * 4)}
+        with pytest.raises(CheckpointError, match=r"rope_freqs\.weight scales the rotary frequencies"):
+            open_checkpoint(save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS, extra=extra))
+
+
+class TestBrokenFiles:
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"", "the file is empty"),
+            (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "Git LFS pointer"),
+            (b"<html>Not found</html>", "web page"),
+            (b"PK\3\4", "begins with b'PK"),
+            (b"GGUF", "truncated"),
+            (b"GGUF" + struct.pack(">I", 3), "big-endian"),
+            (b"GGUF" + struct.pack("<I", 1), "version 1"),
+        ],
+    )
+    def test_not_a_model(self, tmp_path: Path, content: bytes, message: str) -> None:
+        """B117: a pointer, a web page or another file is called what it is."""
+        path = tmp_path / "m.gguf"
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"m\.gguf.*{message}"):
+            open_checkpoint(path)
+
+    @pytest.mark.parametrize(
+        ("body", "message"),
+        [
+            (struct.pack("<QQ", 0, 2**60), "1152921504606846976 metadata keys"),
+            (struct.pack("<QQ", 2**60, 0), "1152921504606846976 tensors"),
+            (struct.pack("<QQQ", 0, 1, 2**63) + bytes(16), "9223372036854775808 more bytes"),
+            (struct.pack("<QQQ1sIIQ", 0, 1, 1, b"a", 9, 0, 2**62), "4611686018427387904 values of a"),
+            (struct.pack("<QQQ1sIIQ", 0, 1, 1, b"a", 9, 8, 2**62), "4611686018427387904 values of a"),
+            (struct.pack("<QQQ1sIIQ", 0, 1, 1, b"a", 9, 9, 1), "list of lists"),
+            (struct.pack("<QQQ1sIQ", 0, 1, 1, b"a", 13, 0), "a has the value type 13"),
+            (struct.pack("<QQQ1sIQ1s", 0, 1, 1, b"a", 8, 1, b"\xff"), "isn't UTF-8"),
+            (struct.pack("<QQ", 0, 2) + 2 * struct.pack("<Q1sI4x", 1, b"a", 4), "'a' is there twice"),
+            (struct.pack("<QQQ17sII", 0, 1, 17, b"general.alignment", 4, 12), "general.alignment is 12"),
+            (struct.pack("<QQQ1sI", 1, 0, 1, b"t", 99) + bytes(16), "'t' has 99 dimensions"),
+            (struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"t", 1, 1, 77, 0), "'t' has type 77"),
+            (struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"t", 1, 33, 8, 0), "rows of 33 values, but Q8_0"),
+            (struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"t", 1, 1, 0, 5), "'t' lies at offset 5"),
+            (struct.pack("<QQQ1sIQQIQ", 1, 0, 1, b"t", 2, 2**40, 2**40, 0, 0), "truncated: tensor 't'"),
+            (struct.pack("<QQ", 2, 0) + 2 * struct.pack("<Q1sIQIQ", 1, b"t", 1, 0, 0, 0), "'t' is there twice"),
+        ],
+    )
+    def test_values_that_can_not_be(self, tmp_path: Path, body: bytes, message: str) -> None:
+        """Each is found before memory of the size it announces is asked for."""
+        path = tmp_path / "m.gguf"
+        path.write_bytes(b"GGUF" + struct.pack("<I", 3) + body)
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(path)
+
+    def test_truncated_weights(self, tmp_path: Path) -> None:
+        path = save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS)
+        size = path.stat().st_size
+        cut(path, lambda content: content[:-100])
+        with pytest.raises(
+            CheckpointError, match=rf"truncated: tensor 'output\.weight' ends .* has {size - 100} bytes"
+        ):
+            open_checkpoint(path)
+
+    @settings(max_examples=100, deadline=None)
+    @given(data=st.data())
+    def test_a_header_cut_or_changed_anywhere(
+        self, checkpoints: dict[str, GGUFCheckpoint], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    ) -> None:
+        """Either it opens (a change may be harmless) or the error is ours."""
+        content = bytearray(checkpoints["Q4_0"].path.read_bytes())
+        if data.draw(st.booleans()):
+            del content[data.draw(st.integers(0, len(content) - 1)) :]
+        else:
+            content[data.draw(st.integers(0, 2000))] = data.draw(st.integers(0, 255))
+        path = tmp_path_factory.mktemp("cut") / "m.gguf"
+        path.write_bytes(content)
+        try:
+            open_checkpoint(path).close()
+        except CheckpointError as error:
+            assert str(path) in str(error) or "model configuration" in str(error)  # noqa: PT017
+
+
+def cut(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+class TestDetection:
+    def test_in_a_directory(self, tmp_path: Path) -> None:
+        path = save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS)
+        (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+        assert open_checkpoint(tmp_path).path == path
+
+    def test_several_in_a_directory(self, tmp_path: Path) -> None:
+        for name in ("a.gguf", "b.gguf"):
+            (tmp_path / name).write_bytes(b"")
+        with pytest.raises(CheckpointError, match=r"holds 2 GGUF files, give one of them: a\.gguf, b\.gguf"):
+            open_checkpoint(tmp_path)
+
+
+class TestTokenizer:
+    def test_from_the_metadata(self, tmp_path: Path) -> None:
+        fields = sentencepiece_fields(train_sentencepiece(tmp_path / "tokenizer.model"))
+        path = save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS, fields=fields)
+        tokenizers = [
+            open_checkpoint(path).tokenizer(),
+            open_checkpoint(path, tmp_path / "tokenizer.model").tokenizer(),
+        ]
+        first, second = (tokenizer.encode("Hello, Straße!", bos=True, eos=False) for tokenizer in tokenizers)
+        assert first == second
+        assert first[0] == 1

@@ -1,0 +1,182 @@
+"""The model against transformers, against itself on other numbers of ranks, and against other batches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from generation.engine import Engine, EngineSettings
+from generation.types import Request, SamplingParams
+from model.config import CheckpointError, ModelConfig
+from model.llama import Llama
+from model.parallel import deal, plan_shards
+from tests.model.ranks import make_model, on_ranks
+from tests.model.tiny import random_weights, tiny_config
+
+RATIOS = [(4, 4), (8, 2), (8, 1), (9, 3), (12, 4)]
+PROMPTS = [[5], [7, 300, 12, 9, 9], list(range(3, 60)), [250, 1, 17] * 9]
+
+
+def to_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rotary rows from neighboring pairs (Meta) to two halves (Hugging Face)."""
+    return weight.view(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+def transformers_model(config: ModelConfig, weights: dict[str, torch.Tensor]) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.dim,
+            intermediate_size=config.hidden_dim,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.norm_eps,
+            rope_theta=config.rope_theta,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            max_position_embeddings=config.max_seq_len,
+            tie_word_embeddings=config.tied_output,
+        )
+    ).eval()
+    names = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+    inner = {
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w2": "mlp.down_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
+    state = {}
+    for name, weight in weights.items():
+        stem = name.removesuffix(".weight")
+        if stem.startswith("layers."):
+            _, number, rest = stem.split(".", 2)
+            stem = f"model.layers.{number}.{inner[rest]}"
+            if rest.endswith("wq"):
+                weight = to_halves(weight, config.n_heads)
+            elif rest.endswith("wk"):
+                weight = to_halves(weight, config.n_kv_heads)
+        else:
+            stem = names[stem]
+        state[stem + ".weight"] = weight
+    missing, surplus = model.load_state_dict(state, strict=False)
+    assert not surplus
+    assert set(missing) <= ({"lm_head.weight"} if config.tied_output else set())
+    return model
+
+
+def logprobs_of(model: Llama, prompts: list[list[int]], chunk: int = 512) -> list[torch.Tensor]:
+    """For each prompt, the log probabilities of its tokens and the greedy continuation's; [] on ranks above 0."""
+    engine = Engine(model, EngineSettings(kv_cache_tokens=1024, prefill_chunk=chunk))
+    if model.comm.rank != 0:
+        engine.follow()
+        return []
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=True, prompt_logprobs=True)
+    found: dict[str, list[float]] = {str(i): [] for i in range(len(prompts))}
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(str(i), prompt, params))
+    while engine.busy:
+        for output in engine.step():
+            found[output.request_id] += [x.logprob for x in [*(output.prompt_logprobs or []), *output.logprobs]]
+    engine.heartbeat(stop=True)
+    return [torch.tensor(values) for values in found.values()]
+
+
+def all_logits(model: Llama, ids: list[int]) -> torch.Tensor | None:
+    """(len(ids), vocabulary) logits on rank 0."""
+    import numpy as np
+
+    from model.kv_cache import KVCache, make_batch
+
+    cache = KVCache(model.config, model.shard, 32, model.dtype, model.device)
+    n = len(ids)
+    blocks = np.arange(1, 32, dtype=np.int32)[None]
+    batch = make_batch(np.array(ids), np.array([0]), np.array([n]), blocks, np.arange(n), model.device)
+    return model.forward(batch, cache)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_equal_transformers(heads: int, kv_heads: int, tied: bool) -> None:
+    """Also B110, B111, B112: every ratio of heads to key/value heads."""
+    config = tiny_config(n_heads=heads, n_kv_heads=kv_heads, tied_output=tied, rope_theta=50000.0)
+    weights = random_weights(config)
+    ids = torch.randint(0, config.vocab_size, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = transformers_model(config, weights)(torch.tensor([ids])).logits[0]
+    logits = all_logits(make_model(config, weights), ids)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
+def test_ranks_agree(heads: int, kv_heads: int, ranks: int) -> None:
+    """Groups that don't divide, and more ranks than key/value heads; B231, B271, B272."""
+    config = tiny_config(n_heads=heads, n_kv_heads=kv_heads, vocab_size=389, hidden_dim=100)
+    weights = random_weights(config)
+    ids = list(range(1, 300, 7))
+    alone = all_logits(make_model(config, weights), ids)
+    shared = on_ranks(ranks, lambda comm: all_logits(make_model(config, weights, comm), ids))
+    assert shared[1:] == [None] * (ranks - 1)
+    torch.testing.assert_close(shared[0], alone, atol=1e-4, rtol=0)
+
+
+def test_generation_on_ranks_equals_one() -> None:
+    config = tiny_config(n_heads=9, n_kv_heads=3)
+    weights = random_weights(config)
+    alone = logprobs_of(make_model(config, weights), PROMPTS)
+    shared = on_ranks(2, lambda comm: logprobs_of(make_model(config, weights, comm), PROMPTS, chunk=16))[0]
+    for a, b in zip(alone, shared, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+
+
+def test_batch_and_chunks_do_not_matter() -> None:
+    """B158, B159, B250: a ragged batch and a chunked prompt give what each prompt gets alone."""
+    config = tiny_config()
+    model = make_model(config, random_weights(config))
+    together = logprobs_of(model, PROMPTS, chunk=11)
+    for prompt, found in zip(PROMPTS, together, strict=True):
+        torch.testing.assert_close(found, logprobs_of(model, [prompt])[0], atol=1e-5, rtol=0)
+
+
+def test_bfloat16_is_near_float32() -> None:
+    config = tiny_config()
+    weights = random_weights(config)
+    exact = all_logits(make_model(config, weights), PROMPTS[2])
+    rough = all_logits(make_model(config, weights, dtype=torch.bfloat16), PROMPTS[2])
+    assert exact is not None
+    assert rough is not None
+    assert rough.dtype == torch.float32
+    assert (exact - rough).abs().mean() < 0.02 * exact.std()
+
+
+def test_deal_is_a_partition() -> None:
+    for n, parts, unit in [(9, 2, 1), (3, 2, 1), (1536, 4, 32), (100, 3, 32), (389, 4, 16), (32, 8, 32)]:
+        ranges = deal(n, parts, unit)
+        assert [i for r in ranges for i in r] == list(range(n))
+        assert all(len(r) > 0 for r in ranges)
+
+
+def test_too_many_ranks_names_the_limit() -> None:
+    with pytest.raises(CheckpointError, match=r"nproc-per-node is 5, but the model has 4 heads: use 1 to 4"):
+        plan_shards(tiny_config(), 5)
+
+
+def test_rope_theta_matters() -> None:
+    """B128: the configured base is used."""
+    config = tiny_config()
+    weights = random_weights(config)
+    ids = list(range(40, 80))
+    other = dataclasses.replace(config, rope_theta=1e6)
+    one, two = (all_logits(make_model(c, weights), ids) for c in (config, other))
+    assert one is not None
+    assert two is not None
+    assert (one - two).abs().max() > 1e-2
