@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from typing import Any, NoReturn, Protocol, get_args
 
 import jinja2
@@ -239,7 +240,7 @@ class _StandIns:
 
     def __init__(self, taken: str) -> None:
         used = set(taken)
-        self._free = (chr(c) for c in (*range(0xE000, 0xF900), *range(0xF0000, 0x110000)) if chr(c) not in used)
+        self._free = (c for c in map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0x110000))) if c not in used)
         self._by_text: dict[str, str] = {}
         self._texts: dict[int, str] = {}
 

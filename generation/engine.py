@@ -271,6 +271,7 @@ class Engine:
         output = self._output(sequence, text)
         if detokenizer is not None and detokenizer.stopped:
             _cut_stopped(output)
+            reason = "stop" if reason == "length" else reason
         output.finish_reason = reason
         self._drop(sequence, reason)
         return output
@@ -314,4 +315,3 @@ def _fitting_tokens(model: Llama, memory: int | None) -> int:
         free = int(psutil.virtual_memory().available * 0.4) // model.comm.world_size
     wanted = max(4 * model.max_seq_len, 32768)
     return max(min(wanted, free // largest), BLOCK_TOKENS)
-

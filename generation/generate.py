@@ -65,8 +65,11 @@ def generate(
         ValueError: naming the argument, its value and the limit.
     """
     requests = [
-        Request(_request_id(), list(ids), _params(model, len(ids), max_gen_len, temperature, top_p, logprobs, echo,
-                                                  seed=seed, **sampling))
+        Request(
+            _request_id(),
+            list(ids),
+            _params(model, len(ids), max_gen_len, temperature, top_p, logprobs, echo, seed=seed, **sampling),
+        )
         for ids in prompt_tokens
     ]
     results = run(model, requests)
@@ -262,5 +265,3 @@ def _pack(value: Any) -> np.ndarray:
 
 def _unpack(data: np.ndarray) -> Any:
     return json.loads(data.astype(np.uint8).tobytes().decode("utf-8"))
-
-

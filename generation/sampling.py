@@ -135,8 +135,9 @@ def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int]:
     filtered = [i for i, p in enumerate(params) if p.top_p < 1 or p.top_k > 0]
     tokens = [0] * len(params)
     if filtered:
-        chosen = _draw_filtered(probs[filtered], [params[i].top_p for i in filtered],
-                                [params[i].top_k for i in filtered], uniform[filtered])
+        chosen = _draw_filtered(
+            probs[filtered], [params[i].top_p for i in filtered], [params[i].top_k for i in filtered], uniform[filtered]
+        )
         for i, token in zip(filtered, chosen, strict=True):
             tokens[i] = token
     rest = [i for i in range(len(params)) if i not in set(filtered)]

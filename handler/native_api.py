@@ -75,7 +75,8 @@ def build_job(job_id: str, body: Body, context: ServingContext) -> Job:
 
 
 def _check_amount(asked: NativeRequest, settings: HandlerSettings) -> None:
-    prompts = len(asked.prompt.items) if asked.prompt is not None else len(asked.dialogs or [None])
+    inputs = asked.prompt.items if asked.prompt is not None else asked.dialogs
+    prompts = 1 if inputs is None else len(inputs)
     if prompts * asked.n > settings.max_prompts:
         raise InvalidRequest(
             f"{prompts} prompts with n = {asked.n} make {prompts * asked.n} answers, "

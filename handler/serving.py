@@ -13,12 +13,11 @@ from generation.chat_format import chat_format_for
 from generation.engine import Engine, EngineSettings, agreed_cache_tokens
 from generation.engine_thread import EngineThread
 from generation.types import Output, Request, SamplingParams
-from model.llama import Llama
 from model.loader import load_model
 from model.process import die_with_parent
 
 from .native_api import ServingContext
-from .settings import HandlerSettings, load_settings
+from .settings import load_settings
 
 logger = logging.getLogger(__name__)
 

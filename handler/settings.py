@@ -43,7 +43,7 @@ def parse_bytes(value: Any) -> int:
     Raises:
         ValueError: with the value and the forms allowed.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     elif match and match[2] in _UNITS:

@@ -143,7 +143,7 @@ class DistributedCommunicator(Communicator):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._device = device
         self._closed = False
-        self._control = dist.new_group(backend="gloo", timeout=_IDLE)
+        self._control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=_IDLE)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         check_reducible(x)
@@ -194,6 +194,7 @@ class DistributedCommunicator(Communicator):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._control = None  # gloo's connections end with the last reference, and only then do others notice
             dist.destroy_process_group()
 
     @contextmanager
@@ -203,6 +204,8 @@ class DistributedCommunicator(Communicator):
         try:
             yield
         except RuntimeError as error:
+            if self.kind == "gloo":  # the ranks are out of step now: nobody shall wait for this one
+                self.close()
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CollectiveError(f"{operation} on rank {self.rank} of {self.world_size}: {text}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -43,10 +44,11 @@ class ModelConfig:
             raise CheckpointError(
                 f"model configuration: head_dim {self.head_dim} is odd, rotary pairs need an even one"
             )
-        if not self.norm_eps > 0 or not self.rope_theta > 0:
-            raise CheckpointError(
-                f"model configuration: norm_eps {self.norm_eps} and rope_theta {self.rope_theta} must be above 0"
-            )
+        for name in ("norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise CheckpointError(
+                    f"model configuration: {name} is {getattr(self, name)}, expected a finite number above 0"
+                )
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

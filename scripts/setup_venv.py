@@ -37,7 +37,7 @@ def _run(command: "list[str]", what: str) -> None:
 
 
 def _pip(venv: Path, *packages: str) -> None:
-    quiet = ["--quiet", "--no-input", "--disable-pip-version-check"]
+    quiet = ["-qq", "--no-input", "--disable-pip-version-check"]
     _run([str(venv / "bin" / "python"), "-m", "pip", "install", *quiet, *packages], "pip install " + " ".join(packages))
 
 

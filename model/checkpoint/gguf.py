@@ -141,7 +141,9 @@ def _config(path: Path, metadata: dict[str, Any], tensors: Mapping[str, TensorIn
     n_layers, dim = keys.integer("llama.block_count"), keys.integer("llama.embedding_length")
     check_layers(path, "llama.block_count", n_layers, tensors)
     n_heads = keys.integer("llama.attention.head_count")
-    head_dim = keys.integer("llama.attention.key_length", dim // max(1, n_heads))
+    if n_heads < 1:
+        keys.refuse("llama.attention.head_count", "at least 1")
+    head_dim = keys.integer("llama.attention.key_length", dim // n_heads)
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if keys.integer(key, head_dim) != head_dim:
             keys.refuse(key, f"{head_dim}, the size of a head")

@@ -83,10 +83,11 @@ def decode_part(rows: torch.Tensor, kind: BlockType, start: int, stop: int) -> t
     """
     first, last = start // kind.block, -(-stop // kind.block)  # blocks that hold the columns
     out = torch.empty(rows.shape[0], stop - start, dtype=kind.dtype)
-    step = max(1, CHUNK_VALUES // max(1, (last - first) * kind.block))
+    width = (last - first) * kind.block
+    step = max(1, CHUNK_VALUES // max(1, width))
     skip = start - first * kind.block
     for row in range(0, rows.shape[0], step):
-        blocks = rows[row : row + step, first * kind.size : last * kind.size].reshape(-1, kind.size)
-        values = kind.decode(blocks).view(-1, (last - first) * kind.block)
+        piece = rows[row : row + step, first * kind.size : last * kind.size]
+        values = kind.decode(piece.reshape(-1, kind.size)).view(piece.shape[0], width)
         out[row : row + step] = values[:, skip : skip + stop - start]
     return out

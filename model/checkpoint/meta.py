@@ -10,6 +10,7 @@ norms                        a copy in each
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import re
@@ -105,10 +106,11 @@ def find_shards(path: Path) -> list[Path]:
         files[int(match[1])] = file
     if not files:
         raise CheckpointError(f"checkpoint {path}: no consolidated.*.pth files in this directory")
-    missing = [f"consolidated.{number:02d}.pth" for number in range(max(files)) if number not in files]
-    if missing:
+    missing = next(number for number in itertools.count() if number not in files)
+    if missing < max(files):
         raise CheckpointError(
-            f"checkpoint {path}: {listing(missing)} missing ({len(files)} shards found, up to number {max(files):02d})"
+            f"checkpoint {path}: consolidated.{missing:02d}.pth is missing ({len(files)} shards found, "
+            f"up to number {max(files):02d}); fetch it again"
         )
     return [files[number] for number in sorted(files)]
 

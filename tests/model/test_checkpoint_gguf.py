@@ -177,8 +177,9 @@ class TestConfiguration:
             ({"llama.block_count": 3}, "block_count is 3, but the files hold 2 layers"),
             ({"llama.block_count": 4_000_000_000}, "block_count"),
             ({"llama.block_count": None}, "block_count is missing, expected an integer"),
-            ({"llama.embedding_length": 64}, r"\(384, 128\), but the configuration says \(384, 64\)"),
-            ({"llama.attention.head_count": 0}, "n_heads is 0"),
+            ({"llama.embedding_length": 64}, "dimension_count is 16, expected 8"),
+            ({"llama.embedding_length": 130}, r"\(384, 128\), but the configuration says \(384, 130\)"),
+            ({"llama.attention.head_count": 0}, "head_count is 0, expected at least 1"),
             ({"llama.attention.head_count": "8"}, "head_count is '8', expected an integer"),
             ({"llama.attention.head_count_kv": [2, 2]}, r"head_count_kv is \[2, 2\]"),
             ({"llama.attention.head_count_kv": 4}, r"wk.weight has shape \(32, 128\), .* \(64, 128\)"),
@@ -258,8 +259,12 @@ class TestBrokenFiles:
             (struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"t", 1, 33, 8, 0), "rows of 33 values, but Q8_0"),
             (struct.pack("<QQQ1sIQIQ", 1, 0, 1, b"t", 1, 1, 0, 5), "'t' lies at offset 5"),
             (struct.pack("<QQQ1sIQQIQ", 1, 0, 1, b"t", 2, 2**40, 2**40, 0, 0), "truncated: tensor 't'"),
-            (struct.pack("<QQ", 2, 0) + 2 * struct.pack("<Q1sIQIQ", 1, b"t", 1, 0, 0, 0), "'t' is there twice"),
+            (
+                struct.pack("<QQ", 2, 0) + 2 * struct.pack("<Q1sIQIQ", 1, b"t", 1, 0, 0, 0) + bytes(64),
+                "'t' is there twice",
+            ),
         ],
+        ids=lambda value: value if isinstance(value, str) else "",
     )
     def test_values_that_can_not_be(self, tmp_path: Path, body: bytes, message: str) -> None:
         """Each is found before memory of the size it announces is asked for."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import TCPStore
 
 from model import collectives
 from model.collectives import CollectiveError, Launch, init_communicator
@@ -120,10 +120,8 @@ def test_gloo_ranks_then_rank_0_dies(start: Start) -> None:
     for rank in ranks[1:]:
         tell(rank, "broadcast")
     os.kill(ranks[0].pid, signal.SIGKILL)
-    ranks[0].wait()
-    assert hear(ranks[1]).startswith("CollectiveError broadcast_array")
-    ranks[1].kill()  # as torchrun does; gloo doesn't tell a rank of a death elsewhere in its tree
-    assert hear(ranks[2]).startswith("CollectiveError broadcast_array")
+    for rank in ranks[1:]:  # one may hear it from the other, which closes
+        assert hear(rank).startswith("CollectiveError broadcast_array")
 
 
 def test_no_compiler_falls_back_on_every_rank(start: Start, tmp_path: Path) -> None:

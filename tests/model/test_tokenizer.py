@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import random
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from model.config import CheckpointError
-from model.tokenizer import BPETokenizer, SentencePieceTokenizer, tokenizer_from_gguf
+from model.tokenizer import BPETokenizer, SentencePieceTokenizer, Tokenizer, tokenizer_from_gguf
 from model.tokenizer_bpe import PRE_TOKENIZERS, byte_alphabet
 
 from .tiny import CORPUS, train_sentencepiece
@@ -156,6 +157,7 @@ def test_id_outside_the_vocabulary(spm: SentencePieceTokenizer, token_id: int) -
         spm.token_bytes(token_id)
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(codec=None), max_size=30))
 def test_any_string_can_be_encoded(text: str) -> None:
     """Lone surrogates, which JSON may bring, are read as U+FFFD."""
@@ -164,12 +166,9 @@ def test_any_string_can_be_encoded(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, bos=False, eos=False)) == expected
 
 
-def _shared_bpe(cache: list[BPETokenizer] = []) -> BPETokenizer:  # noqa: B006 - a cache is what it is for
-    if not cache:
-        metadata = bpe_metadata()
-        pieces, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-        cache.append(BPETokenizer(pieces, [], kinds, "gpt-2"))
-    return cache[0]
+@functools.cache
+def _shared_bpe() -> Tokenizer:
+    return tokenizer_from_gguf(bpe_metadata(pre="gpt-2"))
 
 
 def test_surrogates_in_sentencepiece(spm: SentencePieceTokenizer) -> None:
@@ -215,7 +214,7 @@ class TestGGUFSentencePiece:
         for text in [*TEXTS, *CORPUS.splitlines()]:
             ids = spm.encode(text, bos=True, eos=True)
             assert rebuilt.encode(text, bos=True, eos=True) == ids
-            assert rebuilt.decode(ids) == text
+            assert rebuilt.decode(ids) == text.replace("▁", " ")
         for name in ("bos_id", "eos_id", "pad_id", "stop_ids", "special_ids", "byte_ids", "control_tokens", "adds_bos"):
             assert getattr(rebuilt, name) == getattr(spm, name), name
 
@@ -285,14 +284,14 @@ class TestGGUFBPE:
     @pytest.mark.parametrize(
         ("pre", "words"),
         [
-            ("smollm", ["I", "'m", "\u0120", "1", "2", "3", "4", "!!", "\u010a", "\u010a", "\u0120x"]),
-            ("gpt-2", ["I", "'m", "\u01201234", "!!", "\u010a", "\u010a", "\u0120x"]),
+            ("smollm", ["I", "'m", "\u0120", "1", "2", "3", "4", "!!", "\u010a\u010a", "\u0120x"]),
+            ("gpt-2", ["I", "'m", "\u01201234", "!!", "\u010a\u010a", "\u0120x"]),
             ("llama-bpe", ["I", "'m", "\u0120", "123", "4", "!!\u010a\u010a", "\u0120x"]),
             ("default", ["I", "'", "m", "\u0120", "123", "4", "!!", "\u010a\u010a", "\u0120x"]),
         ],
     )
     def test_words(self, pre: str, words: list[str]) -> None:
-        """How llama.cpp cuts the same text."""
+        """How each one cuts the same text."""
         assert [word for word, _ in PRE_TOKENIZERS[pre].build().pre_tokenize_str("I'm 1234!!\n\n x")] == words
 
     def test_user_defined_tokens_are_text(self) -> None:

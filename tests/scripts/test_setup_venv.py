@@ -1,0 +1,85 @@
+"""Setting up the virtual environment, as far as it goes without installing anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import setup_venv
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 13)])
+def test_supported_python(version: tuple[int, int]) -> None:
+    setup_venv.check_python(version)
+
+
+@pytest.mark.parametrize("version", [(2, 7), (3, 9), (3, 14)])
+def test_other_python_is_one_line(version: tuple[int, int]) -> None:
+    with pytest.raises(SystemExit) as error:
+        setup_venv.check_python(version)
+    message = str(error.value)
+    assert f"Python {version[0]}.{version[1]}" in message
+    assert "3.10 to 3.13" in message
+    assert "\n" not in message
+
+
+def test_needs_only_the_standard_library() -> None:
+    """Before the environment exists there is nothing else."""
+    command = [sys.executable, "-S", "-c", "import scripts.setup_venv, scripts.java"]
+    subprocess.run(command, cwd=setup_venv.ROOT, check=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pyproject.toml").write_text("[project]\n", encoding="utf-8")
+    monkeypatch.setattr(setup_venv, "ROOT", tmp_path)
+    return tmp_path
+
+
+class Recorder:
+    """Stands in for subprocess.run: notes the commands, runs none."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.commands: list[list[str]] = []
+        self.status = status
+
+    def __call__(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        self.commands.append(command)
+        return subprocess.CompletedProcess(command, self.status if "pip" in command else 0)
+
+    @property
+    def installs(self) -> list[list[str]]:
+        return [command for command in self.commands if "pip" in command]
+
+
+def test_installs_once_and_again_when_the_dependencies_change(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Recorder()
+    monkeypatch.setattr(subprocess, "run", run)
+    venv = project / ".venv"
+    venv.mkdir()
+    setup_venv.setup(venv)
+    assert len(run.installs) == 1
+    setup_venv.setup(venv)
+    assert len(run.installs) == 1
+    (project / "pyproject.toml").write_text("[project]\nname = 'x'\n", encoding="utf-8")
+    setup_venv.setup(venv)
+    assert len(run.installs) == 2
+
+
+def test_failed_install_is_not_remembered(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Recorder(status=1)
+    monkeypatch.setattr(subprocess, "run", run)
+    venv = project / ".venv"
+    venv.mkdir()
+    with pytest.raises(SystemExit, match="pip install"):
+        setup_venv.setup(venv)
+    assert not (venv / "stamp").exists()
+
+
+def test_moved_folder_is_installed_again(project: Path) -> None:
+    """The programs in an environment hold its absolute path."""
+    assert setup_venv.fingerprint(project / ".venv") != setup_venv.fingerprint(project / "moved" / ".venv")
