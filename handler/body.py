@@ -17,17 +17,20 @@ ACCEPTED = (
     "send one JSON object as the body (Content-Type: application/json), "
     "the same JSON in a multipart field named 'data', or plain text as the prompt"
 )
-_FORM = "application/x-www-form-urlencoded"
+FORM_HINT = (
+    "with `curl --data` add -H 'Content-Type: application/json', "
+    "since what is sent as application/x-www-form-urlencoded is not passed on whole"
+)
 _OBJECT_START = re.compile(r'\{\s*"')
-_FORM_NAME = re.compile(r"[\w.\-]+")
 
 
 def parse_body(row: dict[str, Any], content_type: str | None = None) -> Body:
     """What a client sent: a JSON value, or a string that is a prompt.
 
-    `row` is one TorchServe request: the value under "body" (raw body) or "data" (multipart field), as bytes, as
-    text, or already parsed where the frontend was told to. A form-encoded body, which is what `curl --data` sends
-    without a content type, arrives split at "&" and "=" with its text as a field name, and is put together again.
+    `row` is one TorchServe request: the value under "body" (raw body) or "data" (form field), as bytes, as text, or
+    already parsed where TorchServe was told to. A raw body declared as a form, which is what `curl --data` does
+    without a content type, can't be served: TorchServe 0.12's frontend drops it where it has no "=", and otherwise
+    splits it at "&", turns "+" into spaces and cuts it at a "%" (tried).
 
     Raises:
         InvalidRequest: no body, not UTF-8, broken JSON, a repeated field, NaN or Infinity, nested too deeply.
@@ -53,25 +56,12 @@ def _value_of(row: dict[str, Any], media: str) -> tuple[Any, str]:
     if len(row) == 1 and "data" in row:
         # Clients derive a form field's type from the file's name: JSON in a .txt file is still JSON.
         return row["data"], "" if media == "text/plain" else media
-    if "body" not in row and "data" not in row:  # only forms have no body
-        text = _join_form(row)
-        if text is not None:
-            return text, _FORM
     surplus = [name for name in row if name not in ("body", "data")]
     if surplus:
-        raise InvalidRequest(f"unexpected form field or query parameter {shorten(surplus[0])}: {ACCEPTED}")
-    what = "both 'body' and 'data' were sent" if row else "the body is empty"
-    raise InvalidRequest(f"{what}: {ACCEPTED}")
-
-
-def _join_form(row: dict[str, Any]) -> str | None:
-    """The text that was split as form fields, or None where it really is a form."""
-    parts = []
-    for name, value in row.items():
-        text = _decode(bytes(value)) if isinstance(value, (bytes, bytearray)) else str(value)
-        parts.append(f"{name}={text}" if text else name)
-    is_form = all(_FORM_NAME.fullmatch(name) for name in row) and any("=" in part for part in parts)
-    return None if is_form or not row else "&".join(parts)
+        raise InvalidRequest(f"unexpected form field {shorten(surplus[0])}: {ACCEPTED}; {FORM_HINT}")
+    if row:
+        raise InvalidRequest(f"both 'body' and 'data' were sent, expected one of them: {ACCEPTED}")
+    raise InvalidRequest(f"no body arrived: {ACCEPTED}; {FORM_HINT}")
 
 
 def _decode(data: bytes) -> str:
@@ -98,8 +88,6 @@ def _parse_text(text: str, media: str) -> Body:
         if not is_json and not _OBJECT_START.match(start):
             return text
         hint = " (to send such text as a prompt, use Content-Type: text/plain)" if not is_json else ""
-        if media == _FORM:
-            hint = " (form encoding changes JSON: add -H 'Content-Type: application/json')"
         raise InvalidRequest(f"the body is not valid JSON: {error}{hint}") from None
     if not isinstance(value, (dict, list, str)):
         raise InvalidRequest(f"the body is the JSON value {shorten(value)}, expected an object: {ACCEPTED}")

@@ -42,7 +42,7 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
         # Bodies come as bytes: the frontend's own decoding accepts NaN and logs the rest.
         os.environ["TS_DECODE_INPUT_REQUEST"] = "false"
         self.rank = int(os.environ.get("RANK", "0"))
-        logging.getLogger().setLevel(logging.WARNING)  # TorchServe logs several lines a poll at INFO
+        _quiet_logs(self.rank)
         model_dir = Path(context.system_properties["model_dir"])
         try:
             self.serving = start_serving(context.model_yaml_config or {}, model_dir, context.model_name, self._deliver)
@@ -91,6 +91,14 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
         self.jobs.add(job)
         for request in job.requests:
             self.serving.engine.submit(request)
+
+
+def _quiet_logs(rank: int) -> None:
+    """Warnings only, as TorchServe logs several lines a poll at INFO; of this project's own, rank 0's at INFO."""
+    logging.getLogger().setLevel(logging.WARNING)
+    if rank == 0:
+        for package in ("handler", "generation", "model"):
+            logging.getLogger(package).setLevel(logging.INFO)
 
 
 def _content_type(row: dict[str, Any], headers: dict[str, Any]) -> str | None:

@@ -21,9 +21,6 @@ from .settings import load_settings
 
 logger = logging.getLogger(__name__)
 
-MAX_SEQS = 256
-"""Most sequences in one step, where the configuration says nothing; the rest wait in the engine."""
-
 
 @dataclass(frozen=True)
 class Serving:
@@ -60,8 +57,7 @@ def start_serving(
     )
     tokens = agreed_cache_tokens(model, settings.kv_cache_tokens, settings.kv_cache_memory)
     engine = Engine(
-        model,
-        EngineSettings(tokens, max_seqs=settings.max_batch_size or MAX_SEQS, prefill_chunk=settings.prefill_chunk),
+        model, EngineSettings(tokens, max_seqs=settings.max_seqs, prefill_chunk=settings.prefill_chunk)
     )
     _warm_up(engine)
     context = ServingContext(
@@ -75,8 +71,7 @@ def start_serving(
     thread = EngineThread(engine, deliver, step_timeout=settings.step_timeout)
     thread.start()
     if model.comm.rank == 0:
-        # The root logger is quiet while serving; this line is for whoever reads the log after a start.
-        logger.warning(
+        logger.info(
             "%s is ready after %.1f s: %s, %s, %d ranks over %s, context %d tokens, cache %d tokens",
             context.model_name,
             time.monotonic() - began,

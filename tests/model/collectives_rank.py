@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from model.collectives import CollectiveError, Communicator, Launch, init_communicator
+from model.collectives import CollectiveError, Communicator, Launch, _init_nccl, init_communicator
 from model.process import die_with_parent
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -125,10 +125,31 @@ def close_while_waiting(group: Communicator) -> None:
     group.broadcast_array(None)
 
 
+def run_nccl_alone() -> None:
+    """Every operation of the NCCL group, for the one rank that init_communicator would give a single group."""
+    device = torch.device("cuda", 0)
+    group = _init_nccl(Launch.from_environment(os.environ), device, 60)
+    for dtype in DTYPES:
+        for size in SIZES:
+            x = part(0, size, dtype).to(device)
+            assert torch.equal(bits(group.all_reduce(x.clone())), bits(x))
+            rows = x.view(1, size)
+            gathered = group.gather(rows, [size])
+            assert gathered is not None
+            assert torch.equal(bits(gathered), bits(rows))
+    check_broadcast(group)
+    group.barrier()
+    print(f"READY {group.kind}", flush=True)
+    group.close()
+
+
 def main() -> None:
     die_with_parent()
     kind = sys.argv[1]
     torch.set_num_threads(1)
+    if kind == "nccl":
+        run_nccl_alone()
+        return
     try:
         group = init_communicator(torch.device("cpu"), float(sys.argv[2]), kind=kind)  # type: ignore[arg-type]
     except CollectiveError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from model import collectives
 from model.collectives import CollectiveError, Launch, init_communicator
@@ -195,6 +195,14 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(CollectiveError, match="rank 7 needs GPU 7, but 4 are visible"):
         init_communicator(torch.device("cuda"))
+
+
+def test_gpu_group_of_one(start: Start) -> None:
+    """NCCL takes one rank per GPU, so this is all that a machine with one can try of it."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    (rank,) = start("nccl", 1)
+    assert hear(rank) == "READY nccl"
 
 
 def test_port_in_use_is_named(start: Start) -> None:
