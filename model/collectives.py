@@ -333,7 +333,9 @@ def _init_group(
     backend: str, store: Store, launch: Launch, timeout_s: float, device: torch.device | None = None
 ) -> None:
     if dist.is_initialized():
-        raise CollectiveError("torch.distributed is initialized already; leave that to init_communicator")
+        raise CollectiveError(
+            "this process has a group of torch.distributed already, another communicator's or its own; close it first"
+        )
     dist.init_process_group(
         backend,
         store=store,

@@ -25,10 +25,9 @@ def check_python(version: "tuple[int, int]") -> None:
         )
 
 
-def fingerprint(venv: Path) -> str:
-    """Changes when the installation has to be made again: other dependencies, another Python, a moved folder."""
-    parts = ((ROOT / "pyproject.toml").read_bytes(), str(venv).encode(), sys.version.encode())
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+def wanted_stamp(venv: Path) -> "list[str]":
+    """What a finished installation notes: where it lies (its programs hold that path), and the dependencies."""
+    return [str(venv), hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()]
 
 
 def _run(command: "list[str]", what: str) -> None:
@@ -41,24 +40,27 @@ def _pip(venv: Path, *packages: str) -> None:
     _run([str(venv / "bin" / "python"), "-m", "pip", "install", *quiet, *packages], "pip install " + " ".join(packages))
 
 
-def _install(venv: Path) -> None:
+def _install(venv: Path, stamp: Path) -> None:
+    """Make the environment where there is no usable one, and install into it. PYTHON matters for a new one only."""
+    wanted = wanted_stamp(venv)
+    found = stamp.read_text(encoding="utf-8").splitlines() if stamp.exists() else wanted[:1]
+    usable = (venv / "bin" / "python").exists() and found[:1] == wanted[:1]
+    if usable and found == wanted:
+        return
+    if not usable:
+        check_python((sys.version_info[0], sys.version_info[1]))
     print("Setting up .venv with the pinned dependencies (minutes the first time) ...", flush=True)
-    if not (venv / "bin" / "python").exists() or not (venv / "stamp").exists():
-        _run(
-            [sys.executable, "-m", "venv", "--clear", str(venv)],
-            f"{sys.executable} -m venv (is python3-venv installed?)",
-        )
+    if not usable:
+        command = [sys.executable, "-m", "venv", "--clear", str(venv)]
+        _run(command, f"{sys.executable} -m venv (is python3-venv installed?)")
     _pip(venv, "--editable", f".[{EXTRAS}]")
+    stamp.write_text("\n".join(wanted), encoding="utf-8")
 
 
 def _ensure_java(venv: Path) -> None:
     """Install the `java` extra where the machine has no usable Java."""
-    probe = [
-        str(venv / "bin" / "python"),
-        "-c",
-        "from scripts.java import find_java; raise SystemExit(not find_java())",
-    ]
-    if subprocess.run(probe, cwd=ROOT, check=False).returncode:
+    program = "from scripts.java import find_java; raise SystemExit(not find_java())"
+    if subprocess.run([str(venv / "bin" / "python"), "-c", program], cwd=ROOT, check=False).returncode:
         print("No Java 11 or newer in JAVA_HOME or PATH: installing one into .venv ...", flush=True)
         _pip(venv, "--editable", f".[java,{EXTRAS}]")
 
@@ -71,11 +73,7 @@ def setup(venv: Path) -> None:
     lock.parent.mkdir(exist_ok=True)
     with lock.open("w", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        stamp = venv / "stamp"
-        wanted = fingerprint(venv)
-        if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
-            _install(venv)
-            stamp.write_text(wanted, encoding="utf-8")
+        _install(venv, venv / "stamp")
         _ensure_java(venv)
 
 
@@ -83,7 +81,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     args = parser.parse_args()
-    check_python((sys.version_info[0], sys.version_info[1]))
     os.environ.pop("PYTHONHOME", None)
     setup(args.venv.absolute())
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from model import collectives
 from model.collectives import CollectiveError, Launch, init_communicator
+from model.shared_memory import SharedMemoryUnavailable, _create
 
 RANK = Path(__file__).with_name("collectives_rank.py")
 ROOT = Path(collectives.__file__).parents[1]
@@ -56,9 +59,16 @@ def start(cache: Path) -> Iterator[Start]:
             ranks.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=shared | own))
         return ranks[-world_size:]
 
+    def kill() -> None:
+        for rank in ranks:
+            rank.kill()
+
+    watchdog = threading.Timer(120, kill)  # a rank that hangs fails its test
+    watchdog.start()
     yield run
+    watchdog.cancel()
+    kill()
     for rank in ranks:
-        rank.kill()
         rank.communicate()
 
 
@@ -148,6 +158,15 @@ def test_several_hosts_have_no_shared_memory(start: Start) -> None:
     ranks = start("shared-memory", 2, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
     for rank in ranks:
         assert "several hosts (LOCAL_WORLD_SIZE 1, WORLD_SIZE 2)" in hear(rank)
+
+
+def test_too_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SharedMemoryUnavailable, match=r"no room for 8 MiB .*--shm-size"):
+        _create(str(tmp_path / "segment"), 8 << 20)
 
 
 def test_single_process(monkeypatch: pytest.MonkeyPatch) -> None:

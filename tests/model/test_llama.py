@@ -6,71 +6,18 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from generation.engine import Engine, EngineSettings
 from generation.types import Request, SamplingParams
-from model.config import CheckpointError, ModelConfig
+from model.config import CheckpointError
 from model.llama import Llama
 from model.parallel import deal, plan_shards
+from scripts.peers import transformers_model
 from tests.model.ranks import make_model, on_ranks
 from tests.model.tiny import random_weights, tiny_config
 
 RATIOS = [(4, 4), (8, 2), (8, 1), (9, 3), (12, 4)]
 PROMPTS = [[5], [7, 300, 12, 9, 9], list(range(3, 60)), [250, 1, 17] * 9]
-
-
-def to_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rotary rows from neighboring pairs (Meta) to two halves (Hugging Face)."""
-    return weight.view(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
-
-
-def transformers_model(config: ModelConfig, weights: dict[str, torch.Tensor]) -> LlamaForCausalLM:
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.dim,
-            intermediate_size=config.hidden_dim,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.norm_eps,
-            rope_theta=config.rope_theta,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            max_position_embeddings=config.max_seq_len,
-            tie_word_embeddings=config.tied_output,
-        )
-    ).eval()
-    names = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-    inner = {
-        "attention.wq": "self_attn.q_proj",
-        "attention.wk": "self_attn.k_proj",
-        "attention.wv": "self_attn.v_proj",
-        "attention.wo": "self_attn.o_proj",
-        "feed_forward.w1": "mlp.gate_proj",
-        "feed_forward.w2": "mlp.down_proj",
-        "feed_forward.w3": "mlp.up_proj",
-        "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }
-    state = {}
-    for name, weight in weights.items():
-        stem = name.removesuffix(".weight")
-        if stem.startswith("layers."):
-            _, number, rest = stem.split(".", 2)
-            stem = f"model.layers.{number}.{inner[rest]}"
-            if rest.endswith("wq"):
-                weight = to_halves(weight, config.n_heads)
-            elif rest.endswith("wk"):
-                weight = to_halves(weight, config.n_kv_heads)
-        else:
-            stem = names[stem]
-        state[stem + ".weight"] = weight
-    missing, surplus = model.load_state_dict(state, strict=False)
-    assert not surplus
-    assert set(missing) <= ({"lm_head.weight"} if config.tied_output else set())
-    return model
 
 
 def logprobs_of(model: Llama, prompts: list[list[int]], chunk: int = 512) -> list[torch.Tensor]:

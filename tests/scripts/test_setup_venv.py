@@ -41,7 +41,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Recorder:
-    """Stands in for subprocess.run: notes the commands, runs none."""
+    """Stands in for subprocess.run: notes the commands; of them only `-m venv` has an effect, a small one."""
 
     def __init__(self, status: int = 0) -> None:
         self.commands: list[list[str]] = []
@@ -49,37 +49,59 @@ class Recorder:
 
     def __call__(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         self.commands.append(command)
+        if "venv" in command:
+            folder = Path(command[-1])
+            (folder / "bin").mkdir(parents=True, exist_ok=True)
+            (folder / "bin" / "python").touch()
+            (folder / "stamp").unlink(missing_ok=True)
         return subprocess.CompletedProcess(command, self.status if "pip" in command else 0)
 
-    @property
-    def installs(self) -> list[list[str]]:
-        return [command for command in self.commands if "pip" in command]
+    def count(self, word: str) -> int:
+        return sum(word in command for command in self.commands)
 
 
-def test_installs_once_and_again_when_the_dependencies_change(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     run = Recorder()
     monkeypatch.setattr(subprocess, "run", run)
-    venv = project / ".venv"
-    venv.mkdir()
-    setup_venv.setup(venv)
-    assert len(run.installs) == 1
-    setup_venv.setup(venv)
-    assert len(run.installs) == 1
+    return run
+
+
+def test_installs_once_and_again_when_the_dependencies_change(project: Path, run: Recorder) -> None:
+    setup_venv.setup(project / ".venv")
+    setup_venv.setup(project / ".venv")
+    assert (run.count("venv"), run.count("pip")) == (1, 1)
     (project / "pyproject.toml").write_text("[project]\nname = 'x'\n", encoding="utf-8")
-    setup_venv.setup(venv)
-    assert len(run.installs) == 2
+    setup_venv.setup(project / ".venv")
+    assert (run.count("venv"), run.count("pip")) == (1, 2)
 
 
-def test_failed_install_is_not_remembered(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Recorder(status=1)
-    monkeypatch.setattr(subprocess, "run", run)
-    venv = project / ".venv"
-    venv.mkdir()
-    with pytest.raises(SystemExit, match="pip install"):
-        setup_venv.setup(venv)
-    assert not (venv / "stamp").exists()
+def test_failed_install_is_not_remembered(project: Path, run: Recorder) -> None:
+    run.status = 1
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="pip install"):
+            setup_venv.setup(project / ".venv")
+    assert run.count("pip") == 2
 
 
-def test_moved_folder_is_installed_again(project: Path) -> None:
+def test_moved_folder_is_made_again(project: Path, run: Recorder) -> None:
     """The programs in an environment hold its absolute path."""
-    assert setup_venv.fingerprint(project / ".venv") != setup_venv.fingerprint(project / "moved" / ".venv")
+    setup_venv.setup(project / "before")
+    (project / "before").rename(project / ".venv")
+    setup_venv.setup(project / ".venv")
+    assert (run.count("venv"), run.count("pip")) == (2, 2)
+
+
+def test_environment_somebody_else_made_is_kept(project: Path, run: Recorder) -> None:
+    python = project / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    setup_venv.setup(project / ".venv")
+    assert (run.count("venv"), run.count("pip")) == (0, 1)
+
+
+def test_unsupported_python_makes_no_environment(project: Path, run: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
+    with pytest.raises(SystemExit, match=r"Python 3\.14"):
+        setup_venv.setup(project / ".venv")
+    assert run.commands == []

@@ -1,0 +1,67 @@
+"""What is measured of a stream of tokens, the same for the engine and for the server."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Stream:
+    """Arrival times of one request's tokens, in seconds of one clock."""
+
+    start: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """(time, how many tokens came)."""
+
+    def add(self, now: float, tokens: int) -> None:
+        if tokens:
+            self.arrivals.append((now, tokens))
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """{"p50", "p99"} of `values`."""
+    ordered = sorted(values)
+    return {"p50": statistics.median(ordered), "p99": ordered[min(int(0.99 * len(ordered)), len(ordered) - 1)]}
+
+
+def summarize(streams: list[Stream], prompt_tokens: int) -> dict[str, Any]:
+    """One row of the benchmark.
+
+    Decoding is measured from when the last stream got its first token to when the first stream ended, prefill
+    from the start to when the last stream got its first token. Times in ms, rates in tokens/s.
+    """
+    if not all(s.arrivals for s in streams):
+        raise ValueError("a stream got no tokens")
+    start = min(s.start for s in streams)
+    all_began = max(s.arrivals[0][0] for s in streams)
+    first_end = min(s.arrivals[-1][0] for s in streams)
+    decoded = sum(n for s in streams for t, n in s.arrivals if all_began < t <= first_end)
+    gaps = [
+        (t - before) * 1000 / n
+        for s in streams
+        for (before, _), (t, n) in zip(s.arrivals, s.arrivals[1:], strict=False)
+        for _ in range(n)
+    ]
+    return {
+        "streams": len(streams),
+        "prompt_tokens": prompt_tokens,
+        "decode_tok_s": decoded / (first_end - all_began),
+        "prefill_tok_s": len(streams) * prompt_tokens / (all_began - start),
+        "ttft_ms": percentiles([(s.arrivals[0][0] - s.start) * 1000 for s in streams]),
+        "inter_token_ms": percentiles(gaps),
+    }
+
+
+def median_rows(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Row by row, the median of each figure over the rounds."""
+    return [_median(list(rows)) for rows in zip(*rounds, strict=True)]
+
+
+def _median(values: list[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {key: _median([v[key] for v in values]) for key in values[0]}
+    middle = statistics.median(values)
+    return int(middle) if isinstance(values[0], int) else round(middle, 3)
