@@ -55,7 +55,9 @@ archive: venv ## build the model archive in build/model-store
 
 benchmark: venv ## measure the speed; writes build/benchmark.json
 	@mkdir -p build
-	@$(RUN) scripts.benchmark --json build/benchmark.json $(ARGS)
+	@$(RUN) scripts.benchmark --json build/benchmark.json --ranks "$(RANKS)" \
+		$(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") $(if $(DTYPE),--dtype "$(DTYPE)") \
+		$(if $(DEVICE),--device "$(DEVICE)") $(ARGS)
 
 lint: venv ## ruff and mypy
 	@$(RUN) ruff check .

@@ -6,6 +6,7 @@ B sequences, T tokens of the step, L cached tokens, KV key/value heads of this r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -45,10 +46,22 @@ class DecodeGroup:
 
     rows: torch.Tensor | slice
     """Which of the T tokens: (B,) indices, or a slice where they are neighbors."""
-    slots: torch.Tensor
-    """(B * L,) cache rows, each sequence padded to L."""
-    mask: torch.Tensor
-    """(B, 1, 1, L) True where a cached token may be seen."""
+    lengths: torch.Tensor
+    """(B,) int32, cached tokens of each sequence, the new one among them."""
+    blocks: torch.Tensor
+    """(B, N) int32, numbers of their cache blocks, padded with 0."""
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """(B * L,) cache rows, each sequence padded to L = N * BLOCK_TOKENS."""
+        offsets = torch.arange(BLOCK_TOKENS, device=self.blocks.device)
+        return (self.blocks.long()[:, :, None] * BLOCK_TOKENS + offsets).flatten()
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """(B, 1, 1, L) True where a cached token may be seen."""
+        places = torch.arange(self.blocks.shape[1] * BLOCK_TOKENS, device=self.blocks.device)
+        return (places < self.lengths[:, None])[:, None, None, :]
 
 
 @dataclass(frozen=True)
@@ -98,14 +111,13 @@ def make_batch(
     decodes = []
     for members in _decode_groups(starts, np.flatnonzero(counts == 1)):
         n_blocks = int(starts[members].max()) // BLOCK_TOKENS + 1
-        seen = np.arange(n_blocks * BLOCK_TOKENS) <= starts[members][:, None]
         rows = firsts[members]
         neighbors = bool(rows[-1] - rows[0] == len(rows) - 1)
         decodes.append(
             DecodeGroup(
                 slice(int(rows[0]), int(rows[-1]) + 1) if neighbors else put(rows),
-                put(_rows_of(blocks[members, :n_blocks]).ravel()),
-                put(seen, torch.bool)[:, None, None, :],
+                put(starts[members] + 1, torch.int32),
+                put(blocks[members, :n_blocks], torch.int32),
             )
         )
     prefills = []
@@ -113,15 +125,15 @@ def make_batch(
         length = int(starts[i] + counts[i])
         first = int(firsts[i])
         seen = np.arange(length) <= np.arange(starts[i], length)[:, None]
-        table = _rows_of(blocks[i : i + 1, : -(-length // BLOCK_TOKENS)])[0, :length]
+        table = _rows_of(blocks[i, : -(-length // BLOCK_TOKENS)])[:length]
         prefills.append(PrefillChunk(slice(first, first + int(counts[i])), put(table), put(seen, torch.bool)))
     return Batch(put(tokens), put(positions), put(slots), put(logit_rows), decodes, prefills)
 
 
 def _rows_of(blocks: np.ndarray) -> np.ndarray:
-    """(B, blocks) block numbers -> (B, blocks * BLOCK_TOKENS) cache rows."""
-    rows: np.ndarray = blocks[:, :, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
-    return rows.reshape(len(blocks), -1)
+    """(N,) block numbers -> (N * BLOCK_TOKENS,) cache rows."""
+    rows: np.ndarray = blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+    return rows.ravel()
 
 
 def _decode_groups(starts: np.ndarray, members: np.ndarray) -> list[np.ndarray]:

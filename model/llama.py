@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .collectives import Communicator
 from .config import ModelConfig
+from .kernels import TorchKernels, choose_kernels
 from .kv_cache import Batch, KVCache
 from .parallel import Shard, plan_shards
 
@@ -53,46 +54,39 @@ def rotary_table(head_dim: int, length: int, theta: float, device: torch.device)
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
 
 
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn neighboring pairs of x (T, heads, D) by rotation (T, D/2)."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (T, heads, D/2)
-    return torch.view_as_real(pairs * rotation[:, None, :]).flatten(-2).to(x.dtype)
-
-
 class Attention:
-    """Grouped-query attention over the paged cache; the group is folded into the query length, never expanded."""
+    """Grouped-query attention over the paged cache. Source: Ainslie et al., "GQA" (2023)."""
 
     def __init__(
-        self, config: ModelConfig, shard: Shard, comm: Communicator, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        comm: Communicator,
+        kernels: TorchKernels,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.heads, self.kv_heads, self.head_dim = len(shard.heads), len(shard.kv_heads), config.head_dim
         q, kv = self.heads * config.head_dim, self.kv_heads * config.head_dim
         self.wqkv = Linear(q + 2 * kv, config.dim, dtype, device)
         self.wo = Linear(config.dim, q, dtype, device)
-        self.comm = comm
+        self.comm, self.kernels = comm, kernels
 
-    def __call__(self, x: Tensor, rotation: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rotary: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> Tensor:
         """x (T, dim) -> (T, dim). `keys` and `values` (rows, KV, D) are this layer's cache, written in place."""
-        turned = self.heads + self.kv_heads
-        qkv = self.wqkv(x).view(len(x), turned + self.kv_heads, self.head_dim)
-        qk = rotate(qkv[:, :turned], rotation)
-        keys.index_copy_(0, batch.slots, qk[:, self.heads :])
-        values.index_copy_(0, batch.slots, qkv[:, turned:])
-        seen = self._attend(qk[:, : self.heads], batch, keys, values)
-        return self.comm.all_reduce(self.wo(seen.reshape(len(x), -1)))
+        qkv = self.wqkv(x).view(len(x), self.heads + 2 * self.kv_heads, self.head_dim)
+        q = self.kernels.rotate_and_store(qkv, self.heads, rotary, batch.positions, batch.slots, keys, values)
+        seen = self._attend(q, batch, keys, values)
+        return self.comm.all_reduce(self.wo(seen.view(len(x), -1)))
 
     def _attend(self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> Tensor:
         """q (T, H, D) -> (T, H, D)."""
+        if not batch.prefills and len(batch.decodes) == 1:
+            return self.kernels.decode(q, batch.decodes[0], keys, values)
         kv, group, dim = self.kv_heads, self.heads // self.kv_heads, self.head_dim
-        out = torch.empty_like(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in batch.decodes:
-            mask = part.mask
-            shape = (mask.shape[0], mask.shape[-1], kv, dim)
-            k = keys.index_select(0, part.slots).view(shape).transpose(1, 2)  # (B, KV, L, D)
-            v = values.index_select(0, part.slots).view(shape).transpose(1, 2)
-            grouped = q[part.rows].reshape(-1, kv, group, dim)
-            attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)  # (B, KV, G, D)
-            out[part.rows] = attended.reshape(-1, self.heads, dim)
+            out[part.rows] = self.kernels.decode(q[part.rows], part, keys, values)
         for chunk in batch.prefills:
             k = keys.index_select(0, chunk.slots).transpose(0, 1)  # (KV, L, D)
             v = values.index_select(0, chunk.slots).transpose(0, 1)
@@ -108,24 +102,35 @@ class FeedForward:
     """w2(silu(w1 x) * w3 x). Source: Shazeer, "GLU Variants Improve Transformer" (2020)."""
 
     def __init__(
-        self, config: ModelConfig, shard: Shard, comm: Communicator, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        comm: Communicator,
+        kernels: TorchKernels,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.hidden = len(shard.hidden)
-        self.w13 = Linear(2 * self.hidden, config.dim, dtype, device)
-        self.w2 = Linear(config.dim, self.hidden, dtype, device)
-        self.comm = comm
+        hidden = len(shard.hidden)
+        self.w13 = Linear(2 * hidden, config.dim, dtype, device)
+        self.w2 = Linear(config.dim, hidden, dtype, device)
+        self.comm, self.kernels = comm, kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.w13(x).split(self.hidden, dim=-1)
-        return self.comm.all_reduce(self.w2(F.silu(gate) * up))
+        return self.comm.all_reduce(self.w2(self.kernels.silu_multiply(self.w13(x))))
 
 
 class TransformerBlock:
     def __init__(
-        self, config: ModelConfig, shard: Shard, comm: Communicator, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        comm: Communicator,
+        kernels: TorchKernels,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.attention = Attention(config, shard, comm, dtype, device)
-        self.feed_forward = FeedForward(config, shard, comm, dtype, device)
+        self.attention = Attention(config, shard, comm, kernels, dtype, device)
+        self.feed_forward = FeedForward(config, shard, comm, kernels, dtype, device)
         self.attention_norm = torch.empty(config.dim, dtype=torch.float32, device=device)
         self.ffn_norm = torch.empty(config.dim, dtype=torch.float32, device=device)
 
@@ -140,9 +145,12 @@ class Llama:
         self.max_seq_len = max_seq_len
         self.shards = plan_shards(config, comm.world_size)
         self.shard = self.shards[comm.rank]
+        self.kernels = choose_kernels(device, dtype, config.head_dim)
         vocab = len(self.shard.vocab)
         self.tok_embeddings = torch.empty(vocab, config.dim, dtype=dtype, device=device)
-        self.layers = [TransformerBlock(config, self.shard, comm, dtype, device) for _ in range(config.n_layers)]
+        self.layers = [
+            TransformerBlock(config, self.shard, comm, self.kernels, dtype, device) for _ in range(config.n_layers)
+        ]
         self.norm = torch.empty(config.dim, dtype=torch.float32, device=device)
         self.output = Linear(0 if config.tied_output else vocab, config.dim, dtype, device)
         if config.tied_output:
@@ -166,15 +174,19 @@ class Llama:
         Returns:
             (R, vocabulary) float32 logits of `batch.logit_rows` on rank 0, None on other ranks or for R = 0.
         """
-        eps, dim = self.config.norm_eps, (self.config.dim,)
-        rotation = self.rotary.index_select(0, batch.positions)
+        eps, norm = self.config.norm_eps, self.kernels.add_norm
         h = self._embed(batch.tokens).float()
+        delta = None
         for i, layer in enumerate(self.layers):
-            x = F.rms_norm(h, dim, layer.attention_norm, eps).to(self.dtype)
-            h = h + layer.attention(x, rotation, batch, cache.keys[i], cache.values[i])
-            h = h + layer.feed_forward(F.rms_norm(h, dim, layer.ffn_norm, eps).to(self.dtype))
+            x = norm(h, delta, layer.attention_norm, eps, self.dtype)
+            delta = layer.attention(x, self.rotary, batch, cache.keys[i], cache.values[i])
+            x = norm(h, delta, layer.ffn_norm, eps, self.dtype)
+            delta = layer.feed_forward(x)
         if len(batch.logit_rows) == 0:
             return None
-        h = F.rms_norm(h.index_select(0, batch.logit_rows), dim, self.norm, eps).to(self.dtype)
+        rows = batch.logit_rows
+        h = norm(
+            h.index_select(0, rows), None if delta is None else delta.index_select(0, rows), self.norm, eps, self.dtype
+        )
         logits = self.comm.gather(self.output(h), [len(s.vocab) for s in self.shards])
         return None if logits is None else logits.float()

@@ -23,12 +23,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "native"
-SOURCES = ("collectives.c",)
+SOURCES = ("collectives.c", "kernels.c")
 HEADERS = ("half.h",)
 """Files in `model/native` that make up the library."""
 _FLAGS = ("-x", "c", "-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=default")
-_FLAG_SETS = ((*_FLAGS, "-march=native"), _FLAGS)
-"""Tried in this order: not every compiler knows the machine it runs on."""
+_FLAG_SETS = ((*_FLAGS, "-march=native", "-fopenmp"), (*_FLAGS, "-march=native"), _FLAGS)
+"""Tried in this order: not every compiler knows the machine it runs on, or has OpenMP. With it, the library shares the
+threads of torch's own libgomp.so.1, which is in the process already."""
 _COMPILE_TIMEOUT_S = 120
 
 
@@ -146,7 +147,7 @@ def _compile(folder: Path, command: list[str]) -> Path:
     """Compile into `folder`; the library appears there whole or not at all."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         built = Path(temporary) / "library.so"
-        _run([*command, "-o", str(built), *(str(_FOLDER / name) for name in SOURCES)])
+        _run([*command, "-o", str(built), *(str(_FOLDER / name) for name in SOURCES), "-lm"])
         built.chmod(0o700)
         final = folder / f"{hashlib.sha256(built.read_bytes()).hexdigest()}.so"
         os.replace(built, final)

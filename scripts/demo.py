@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from typing import Any
 
@@ -44,6 +45,7 @@ def main() -> None:
             ask(f"{run.url}/predictions/{MODEL}")
         finally:
             stop_run(run)
+        shutil.rmtree(run.path)  # after a failure the logs stay
         print("\nStopped.")
     except (ServerError, PackagingError, Unexpected) as error:
         sys.exit(f"error: {error}")

@@ -89,7 +89,7 @@ def wait_ready(run: RunDir, process: subprocess.Popen[bytes]) -> None:
             raise ServerError(f"the model can't be loaded: {load_error(run.logs)}\n  log: {run.logs}/model_log.log")
         if _worker_ready(run) and _answers(run):
             return
-        time.sleep(0.2)
+        time.sleep(0.5)
     raise ServerError(f"no answer within {STARTUP_TIMEOUT:.0f} s; see {run.logs}/model_log.log")
 
 

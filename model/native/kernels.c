@@ -1,0 +1,269 @@
+/*
+ * What a transformer layer needs besides its matrix products, for float32 and bfloat16 on a CPU: norm, rotary
+ * embedding with the cache write, attention of single new tokens over the paged cache, and the gated unit.
+ *
+ * All arithmetic is float32; bfloat16 is only how numbers lie in memory. A row's result depends on that row alone,
+ * so neither the number of rows nor of threads changes it. Written with the compilers' vector extension, which every
+ * target lowers to what it has. kernels.py is the interface and holds the reference in torch.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "half.h"
+
+enum { LANES = 16, FLOAT32 = 0, BFLOAT16 = 1 };
+typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(32), aligned(2), may_alias));
+
+static inline vec splat(float x) { return (vec){0} + x; }
+
+static inline vec load_f32(const float *p) { return *(const vec *)p; }
+
+static inline vec load_bf16(const uint16_t *p) {
+    uvec wide = __builtin_convertvector(*(const hvec *)p, uvec) << 16;
+    return (vec)wide;
+}
+
+static inline vec load(const void *p, int64_t i, int dtype) {
+    return dtype == FLOAT32 ? load_f32((const float *)p + i) : load_bf16((const uint16_t *)p + i);
+}
+
+/* Rounds to nearest even, as to_bfloat16 does; NaN stays NaN. */
+static inline void store(void *p, int64_t i, vec x, int dtype) {
+    if (dtype == FLOAT32) {
+        *(vec *)((float *)p + i) = x;
+        return;
+    }
+    uvec u = (uvec)x;
+    uvec rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    uvec nan = (uvec)((u & 0x7fffffff) > 0x7f800000);
+    *(hvec *)((uint16_t *)p + i) = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), hvec);
+}
+
+static inline float get(const void *p, int64_t i, int dtype) {
+    return dtype == FLOAT32 ? ((const float *)p)[i] : from_bfloat16(((const uint16_t *)p)[i]);
+}
+
+static inline void put(void *p, int64_t i, float x, int dtype) {
+    if (dtype == FLOAT32) ((float *)p)[i] = x;
+    else ((uint16_t *)p)[i] = to_bfloat16(x);
+}
+
+static inline float sum(vec x) {
+    float total[LANES];
+    memcpy(total, &x, sizeof total);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) total[i] += total[i + step];
+    return total[0];
+}
+
+/* e^x for x <= 0, to about 2 units in the last place; below -87 it is 0, NaN stays NaN.
+ * x = n ln 2 + r, e^x = 2^n e^r, with a polynomial for e^r (minimax, degree 6). */
+static inline vec exponential(vec x) {
+    const vec shift = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vec n = (x * splat(1.44269504f) + shift) - shift;
+    vec r = x - n * splat(0.693359375f) - n * splat(-2.12194440e-4f);
+    vec y = splat(1.0f / 720);
+    y = y * r + splat(1.0f / 120);
+    y = y * r + splat(1.0f / 24);
+    y = y * r + splat(1.0f / 6);
+    y = y * r + splat(0.5f);
+    y = y * r + splat(1.0f);
+    y = y * r + splat(1.0f);
+    typedef int32_t ivec __attribute__((vector_size(64)));
+    ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
+    vec result = y * (vec)power;
+    uvec tiny = (uvec)(x < splat(-87.0f)), nan = (uvec)(x != x);
+    return (vec)((((uvec)result & ~tiny) & ~nan) | (nan & (uvec)x));
+}
+
+/* h (T, dim) float32 += delta (T, dim) if there is one; out = h / rms(h) * weight. */
+void add_rms_norm(float *h, const void *delta, const float *weight, void *out, int64_t rows, int64_t dim, float eps,
+                  int dtype) {
+    for (int64_t t = 0; t < rows; t++) {
+        float *row = h + t * dim;
+        const int64_t base = t * dim;
+        vec squares = splat(0);
+        float rest = 0;
+        int64_t i = 0;
+        for (; i + LANES <= dim; i += LANES) {
+            vec x = load_f32(row + i);
+            if (delta) store(row, i, x = x + load(delta, base + i, dtype), FLOAT32);
+            squares += x * x;
+        }
+        for (; i < dim; i++) {
+            if (delta) row[i] += get(delta, base + i, dtype);
+            rest += row[i] * row[i];
+        }
+        const float scale = 1.0f / sqrtf((sum(squares) + rest) / (float)dim + eps);
+        for (i = 0; i + LANES <= dim; i += LANES)
+            store(out, base + i, load_f32(row + i) * splat(scale) * load_f32(weight + i), dtype);
+        for (; i < dim; i++) put(out, base + i, row[i] * scale * weight[i], dtype);
+    }
+}
+
+/* qkv (T, heads + 2 kv, dim): turns the pairs of q in place, writes the turned k and v to the cache rows `slots`.
+ * table (positions, dim / 2) holds pairs (cos, sin). */
+void rotate_and_store(void *qkv, const float *table, const int64_t *positions, const int64_t *slots, void *keys,
+                      void *values, int64_t rows, int64_t heads, int64_t kv, int64_t dim, int dtype) {
+    const int64_t width = (heads + 2 * kv) * dim, size = dtype == FLOAT32 ? 4 : 2;
+    for (int64_t t = 0; t < rows; t++) {
+        const float *turn = table + positions[t] * dim;
+        const int64_t base = t * width, cache = slots[t] * kv * dim;
+        for (int64_t head = 0; head < heads + kv; head++) {
+            const int64_t from = base + head * dim;
+            void *to = head < heads ? qkv : keys;
+            const int64_t at = head < heads ? from : cache + (head - heads) * dim;
+            for (int64_t i = 0; i < dim; i += 2) {
+                const float a = get(qkv, from + i, dtype), b = get(qkv, from + i + 1, dtype);
+                put(to, at + i, a * turn[i] - b * turn[i + 1], dtype);
+                put(to, at + i + 1, a * turn[i + 1] + b * turn[i], dtype);
+            }
+        }
+        memcpy((char *)values + cache * size, (char *)qkv + (base + (heads + kv) * dim) * size, kv * dim * size);
+    }
+}
+
+/* out (T, hidden) = silu(gate) * up, from gate_up (T, 2 hidden). */
+void silu_multiply(const void *gate_up, void *out, int64_t rows, int64_t hidden, int dtype) {
+    for (int64_t t = 0; t < rows; t++) {
+        const int64_t gate = t * 2 * hidden, up = gate + hidden;
+        int64_t i = 0;
+        for (; i + LANES <= hidden; i += LANES) {
+            vec x = load(gate_up, gate + i, dtype);
+            uvec positive = (uvec)(x > splat(0));
+            vec e = exponential((vec)((positive & (uvec)-x) | (~positive & (uvec)x))); /* e^-|x| */
+            vec numerator = (vec)((positive & (uvec)splat(1)) | (~positive & (uvec)e));
+            store(out, t * hidden + i, x * numerator / (splat(1) + e) * load(gate_up, up + i, dtype), dtype);
+        }
+        for (; i < hidden; i++) {
+            const float x = get(gate_up, gate + i, dtype);
+            put(out, t * hidden + i, x / (1.0f + expf(-x)) * get(gate_up, up + i, dtype), dtype);
+        }
+    }
+}
+
+typedef struct {
+    const void *q, *keys, *values;
+    void *out;
+    const int32_t *lengths, *blocks;
+    int64_t q_stride, table_width, kv, group, dim, block_tokens;
+    float scale;
+    int dtype;
+} decode_job;
+
+/* Scores of one cached token for all heads of a group, into scores[g * length]. */
+static inline void score_token(const decode_job *job, const float *q, int64_t row, float *scores, int64_t length,
+                               const int dtype, const int64_t dim, const int64_t group) {
+    vec key[dim / LANES];
+    for (int64_t c = 0; c < dim / LANES; c++) key[c] = load(job->keys, row * dim + c * LANES, dtype);
+    for (int64_t g = 0; g < group; g++) {
+        vec total = load_f32(q + g * dim) * key[0];
+        for (int64_t c = 1; c < dim / LANES; c++) total += load_f32(q + g * dim + c * LANES) * key[c];
+        scores[g * length] = sum(total);
+    }
+}
+
+static inline void softmax(float *scores, int64_t n) {
+    float top = scores[0];
+    for (int64_t i = 1; i < n; i++) top = scores[i] > top || scores[i] != scores[i] ? scores[i] : top;
+    float total = 0;
+    for (int64_t i = 0; i < n; i += LANES) {
+        const int64_t count = n - i < LANES ? n - i : LANES;
+        float lanes[LANES] = {0};
+        memcpy(lanes, scores + i, count * sizeof(float));
+        vec e = exponential(load_f32(lanes) - splat(top));
+        memcpy(lanes, &e, sizeof lanes);
+        for (int64_t k = 0; k < count; k++) total += lanes[k];
+        memcpy(scores + i, lanes, count * sizeof(float));
+    }
+    for (int64_t i = 0; i < n; i++) scores[i] /= total;
+}
+
+/* One sequence's group of heads: dtype, dim and group are constants where the caller inlines them. */
+static inline __attribute__((always_inline)) void attend(const decode_job *job, int64_t sequence, int64_t head,
+                                                         float *scratch, const int dtype, const int64_t dim,
+                                                         const int64_t group) {
+    const int64_t n = job->lengths[sequence], padded = (n + LANES - 1) / LANES * LANES;
+    const int32_t *table = job->blocks + sequence * job->table_width;
+    float *q = scratch, *scores = scratch + group * dim;
+    const int64_t from = sequence * job->q_stride + head * group * dim;
+    for (int64_t i = 0; i < group * dim; i++) q[i] = get(job->q, from + i, dtype) * job->scale;
+    for (int64_t start = 0; start < n; start += job->block_tokens) {
+        const int64_t first = table[start / job->block_tokens] * job->block_tokens;
+        const int64_t count = n - start < job->block_tokens ? n - start : job->block_tokens;
+        for (int64_t i = 0; i < count; i++)
+            score_token(job, q, (first + i) * job->kv + head, scores + start + i, padded, dtype, dim, group);
+    }
+    for (int64_t g = 0; g < group; g++) softmax(scores + g * padded, n);
+    const int64_t to = (sequence * job->kv + head) * group * dim;
+    for (int64_t c = 0; c < dim; c += LANES) {
+        vec total[group];
+        for (int64_t g = 0; g < group; g++) total[g] = splat(0);
+        for (int64_t start = 0; start < n; start += job->block_tokens) {
+            const int64_t first = table[start / job->block_tokens] * job->block_tokens;
+            const int64_t count = n - start < job->block_tokens ? n - start : job->block_tokens;
+            for (int64_t i = 0; i < count; i++) {
+                vec value = load(job->values, ((first + i) * job->kv + head) * dim + c, dtype);
+                for (int64_t g = 0; g < group; g++) total[g] += splat(scores[g * padded + start + i]) * value;
+            }
+        }
+        for (int64_t g = 0; g < group; g++) store(job->out, to + g * dim + c, total[g], dtype);
+    }
+}
+
+static void attend_any(const decode_job *job, int64_t sequence, int64_t head, float *scratch) {
+#define CASE(DTYPE, DIM, GROUP)                                             \
+    if (job->dtype == DTYPE && job->dim == DIM && job->group == GROUP) {    \
+        attend(job, sequence, head, scratch, DTYPE, DIM, GROUP);            \
+        return;                                                             \
+    }
+    CASE(BFLOAT16, 64, 3)
+    CASE(BFLOAT16, 64, 4)
+    CASE(BFLOAT16, 64, 8)
+    CASE(BFLOAT16, 128, 1)
+    CASE(BFLOAT16, 128, 4)
+    CASE(BFLOAT16, 128, 8)
+    CASE(FLOAT32, 64, 3)
+    CASE(FLOAT32, 64, 8)
+    CASE(FLOAT32, 128, 1)
+#undef CASE
+    if (job->dtype == BFLOAT16) attend(job, sequence, head, scratch, BFLOAT16, job->dim, job->group);
+    else attend(job, sequence, head, scratch, FLOAT32, job->dim, job->group);
+}
+
+/* Attention of one new token per sequence over its `lengths` cached tokens (its own among them).
+ * q (B, kv * group, dim) with rows q_stride apart, out (B, kv * group, dim) dense, keys and values (rows, kv, dim);
+ * blocks (B, table_width) numbers of cache blocks. dim is a multiple of 16. Returns 0, or 1 without memory. */
+int paged_decode(const void *q, int64_t q_stride, const void *keys, const void *values, void *out,
+                 const int32_t *lengths, const int32_t *blocks, int64_t sequences, int64_t table_width, int64_t kv,
+                 int64_t group, int64_t dim, int64_t block_tokens, float scale, int dtype, int threads) {
+    const decode_job job = {q, keys, values, out, lengths, blocks, q_stride, table_width, kv, group, dim,
+                            block_tokens, scale, dtype};
+    int64_t longest = 0, work = 0;
+    for (int64_t s = 0; s < sequences; s++) {
+        work += lengths[s];
+        if (lengths[s] > longest) longest = lengths[s];
+    }
+    int failed = 0;
+    const size_t floats = group * dim + group * (longest + LANES);
+    (void)threads;
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads) if (threads > 1 && work * kv * group > 2000)
+#endif
+    {
+        float *scratch = malloc(floats * sizeof(float));
+        if (!scratch) failed = 1;
+#ifdef _OPENMP
+#pragma omp for schedule(dynamic, 1)
+#endif
+        for (int64_t item = 0; item < sequences * kv; item++)
+            if (scratch) attend_any(&job, item / kv, item % kv, scratch);
+        free(scratch);
+    }
+    return failed;
+}
