@@ -26,7 +26,7 @@ _FOLDER = Path(__file__).parent / "native"
 SOURCES = ("collectives.c", "kernels.c")
 HEADERS = ("half.h",)
 """Files in `model/native` that make up the library."""
-_FLAGS = ("-x", "c", "-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=default")
+_FLAGS = ("-x", "c", "-std=c11", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-fvisibility=default")
 _FLAG_SETS = ((*_FLAGS, "-march=native", "-fopenmp"), (*_FLAGS, "-march=native"), _FLAGS)
 """Tried in this order: not every compiler knows the machine it runs on, or has OpenMP. With it, the library shares the
 threads of torch's own libgomp.so.1, which is in the process already."""

@@ -53,12 +53,55 @@ static inline void put(void *p, int64_t i, float x, int dtype) {
     else ((uint16_t *)p)[i] = to_bfloat16(x);
 }
 
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLES
+#endif
+#endif
+
 static inline float sum(vec x) {
     float total[LANES];
     memcpy(total, &x, sizeof total);
     for (int step = LANES / 2; step; step /= 2)
         for (int i = 0; i < step; i++) total[i] += total[i + step];
     return total[0];
+}
+
+#ifdef SHUFFLES
+/* Neighbors added up: the sums of a's pairs and of b's pairs, in some fixed order of lanes. */
+static inline vec add_pairs(vec a, vec b) {
+    return __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+static inline vec add_fours(vec a, vec b) {
+    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+
+static inline vec add_eights(vec a, vec b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+}
+
+static inline vec add_halves(vec a, vec b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+#endif
+
+/* Lane i of the result is the sum of x[i]'s lanes: a transposition that adds on the way. */
+static inline vec sums(const vec *x) {
+#ifdef SHUFFLES
+    vec two[8], four[4];
+    for (int i = 0; i < 8; i++) two[i] = add_pairs(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < 4; i++) four[i] = add_fours(two[2 * i], two[2 * i + 1]);
+    return add_halves(add_eights(four[0], four[1]), add_eights(four[2], four[3]));
+#else
+    float total[LANES];
+    for (int i = 0; i < LANES; i++) total[i] = sum(x[i]);
+    return load_f32(total);
+#endif
 }
 
 /* e^x for x <= 0, to about 2 units in the last place; below -87 it is 0, NaN stays NaN.
@@ -118,7 +161,20 @@ void rotate_and_store(void *qkv, const float *table, const int64_t *positions, c
             const int64_t from = base + head * dim;
             void *to = head < heads ? qkv : keys;
             const int64_t at = head < heads ? from : cache + (head - heads) * dim;
-            for (int64_t i = 0; i < dim; i += 2) {
+            int64_t i = 0;
+#ifdef SHUFFLES
+            for (; i + LANES <= dim; i += LANES) {
+                const vec pairs = load(qkv, from + i, dtype), angle = load_f32(turn + i);
+                const vec swapped = __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12,
+                                                            15, 14);
+                const vec cosine = __builtin_shufflevector(angle, angle, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12,
+                                                           14, 14);
+                const vec sine = __builtin_shufflevector(angle, -angle, 17, 1, 19, 3, 21, 5, 23, 7, 25, 9, 27, 11, 29,
+                                                         13, 31, 15);
+                store(to, at + i, pairs * cosine + swapped * sine, dtype);
+            }
+#endif
+            for (; i < dim; i += 2) {
                 const float a = get(qkv, from + i, dtype), b = get(qkv, from + i + 1, dtype);
                 put(to, at + i, a * turn[i] - b * turn[i + 1], dtype);
                 put(to, at + i + 1, a * turn[i + 1] + b * turn[i], dtype);
@@ -156,18 +212,6 @@ typedef struct {
     int dtype;
 } decode_job;
 
-/* Scores of one cached token for all heads of a group, into scores[g * length]. */
-static inline void score_token(const decode_job *job, const float *q, int64_t row, float *scores, int64_t length,
-                               const int dtype, const int64_t dim, const int64_t group) {
-    vec key[dim / LANES];
-    for (int64_t c = 0; c < dim / LANES; c++) key[c] = load(job->keys, row * dim + c * LANES, dtype);
-    for (int64_t g = 0; g < group; g++) {
-        vec total = load_f32(q + g * dim) * key[0];
-        for (int64_t c = 1; c < dim / LANES; c++) total += load_f32(q + g * dim + c * LANES) * key[c];
-        scores[g * length] = sum(total);
-    }
-}
-
 static inline void softmax(float *scores, int64_t n) {
     float top = scores[0];
     for (int64_t i = 1; i < n; i++) top = scores[i] > top || scores[i] != scores[i] ? scores[i] : top;
@@ -184,35 +228,73 @@ static inline void softmax(float *scores, int64_t n) {
     for (int64_t i = 0; i < n; i++) scores[i] /= total;
 }
 
+/* The cached tokens of one block: its first cache row, how many there are, and the next block's first row or -1. */
+typedef struct {
+    int64_t row, count, next;
+} piece;
+
+static inline piece piece_at(const decode_job *job, const int32_t *table, int64_t start, int64_t n) {
+    const int64_t left = n - start, size = job->block_tokens, block = start / size;
+    return (piece){table[block] * size, left < size ? left : size, left > size ? table[block + 1] * size : -1};
+}
+
+/* Blocks lie anywhere, so the hardware doesn't foresee the next one. */
+static inline void prefetch_rows(const void *base, int64_t at, int64_t stride, int64_t dim, int dtype) {
+    const int64_t size = dtype == FLOAT32 ? 4 : 2;
+    for (int64_t i = 0; i < LANES; i++)
+        for (int64_t byte = 0; byte < dim * size; byte += 64)
+            __builtin_prefetch((const char *)base + (at + i * stride) * size + byte);
+}
+
 /* One sequence's group of heads: dtype, dim and group are constants where the caller inlines them. */
 static inline __attribute__((always_inline)) void attend(const decode_job *job, int64_t sequence, int64_t head,
                                                          float *scratch, const int dtype, const int64_t dim,
                                                          const int64_t group) {
-    const int64_t n = job->lengths[sequence], padded = (n + LANES - 1) / LANES * LANES;
+    const int64_t n = job->lengths[sequence], padded = (n + LANES - 1) / LANES * LANES, chunks = dim / LANES;
     const int32_t *table = job->blocks + sequence * job->table_width;
     float *q = scratch, *scores = scratch + group * dim;
-    const int64_t from = sequence * job->q_stride + head * group * dim;
+    const int64_t from = sequence * job->q_stride + head * group * dim, stride = job->kv * dim;
     for (int64_t i = 0; i < group * dim; i++) q[i] = get(job->q, from + i, dtype) * job->scale;
     for (int64_t start = 0; start < n; start += job->block_tokens) {
-        const int64_t first = table[start / job->block_tokens] * job->block_tokens;
-        const int64_t count = n - start < job->block_tokens ? n - start : job->block_tokens;
-        for (int64_t i = 0; i < count; i++)
-            score_token(job, q, (first + i) * job->kv + head, scores + start + i, padded, dtype, dim, group);
+        const piece p = piece_at(job, table, start, n);
+        if (p.next >= 0) prefetch_rows(job->keys, p.next * stride + head * dim, stride, dim, dtype);
+        vec products[group * LANES];
+        for (int64_t i = 0; i < LANES; i++) {
+            /* The last block's free rows are read too; their scores are never used. */
+            const int64_t at = (p.row + i) * stride + head * dim;
+            const vec first = load(job->keys, at, dtype);
+            for (int64_t g = 0; g < group; g++) products[g * LANES + i] = load_f32(q + g * dim) * first;
+            for (int64_t c = 1; c < chunks; c++) {
+                const vec key = load(job->keys, at + c * LANES, dtype);
+                for (int64_t g = 0; g < group; g++)
+                    products[g * LANES + i] += load_f32(q + g * dim + c * LANES) * key;
+            }
+        }
+        for (int64_t g = 0; g < group; g++) store(scores, g * padded + start, sums(products + g * LANES), FLOAT32);
     }
     for (int64_t g = 0; g < group; g++) softmax(scores + g * padded, n);
     const int64_t to = (sequence * job->kv + head) * group * dim;
-    for (int64_t c = 0; c < dim; c += LANES) {
-        vec total[group];
-        for (int64_t g = 0; g < group; g++) total[g] = splat(0);
+    const int64_t most = group >= LANES ? 1 : LANES / group, wide = most < chunks ? most : chunks;
+    for (int64_t first = 0; first < chunks; first += wide) {
+        const int64_t width = chunks - first < wide ? chunks - first : wide;
+        vec total[group * wide];
+        for (int64_t k = 0; k < group * wide; k++) total[k] = splat(0);
         for (int64_t start = 0; start < n; start += job->block_tokens) {
-            const int64_t first = table[start / job->block_tokens] * job->block_tokens;
-            const int64_t count = n - start < job->block_tokens ? n - start : job->block_tokens;
-            for (int64_t i = 0; i < count; i++) {
-                vec value = load(job->values, ((first + i) * job->kv + head) * dim + c, dtype);
-                for (int64_t g = 0; g < group; g++) total[g] += splat(scores[g * padded + start + i]) * value;
+            const piece p = piece_at(job, table, start, n);
+            const int64_t lane = head * dim + first * LANES;
+            if (p.next >= 0) prefetch_rows(job->values, p.next * stride + lane, stride, width * LANES, dtype);
+            for (int64_t i = 0; i < p.count; i++) {
+                const int64_t at = (p.row + i) * stride + lane;
+                for (int64_t c = 0; c < width; c++) {
+                    const vec value = load(job->values, at + c * LANES, dtype);
+                    for (int64_t g = 0; g < group; g++)
+                        total[c * group + g] += splat(scores[g * padded + start + i]) * value;
+                }
             }
         }
-        for (int64_t g = 0; g < group; g++) store(job->out, to + g * dim + c, total[g], dtype);
+        for (int64_t c = 0; c < width; c++)
+            for (int64_t g = 0; g < group; g++)
+                store(job->out, to + g * dim + (first + c) * LANES, total[c * group + g], dtype);
     }
 }
 
@@ -238,7 +320,7 @@ static void attend_any(const decode_job *job, int64_t sequence, int64_t head, fl
 
 /* Attention of one new token per sequence over its `lengths` cached tokens (its own among them).
  * q (B, kv * group, dim) with rows q_stride apart, out (B, kv * group, dim) dense, keys and values (rows, kv, dim);
- * blocks (B, table_width) numbers of cache blocks. dim is a multiple of 16. Returns 0, or 1 without memory. */
+ * blocks (B, table_width) numbers of cache blocks. dim is a multiple of 16, block_tokens is 16. Returns 0, or 1 without memory. */
 int paged_decode(const void *q, int64_t q_stride, const void *keys, const void *values, void *out,
                  const int32_t *lengths, const int32_t *blocks, int64_t sequences, int64_t table_width, int64_t kv,
                  int64_t group, int64_t dim, int64_t block_tokens, float scale, int dtype, int threads) {
