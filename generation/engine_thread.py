@@ -21,6 +21,11 @@ class EngineThread:
 
     A failure of the engine, or a step that takes longer than `step_timeout` seconds while work is waiting,
     ends the whole process at once: the ranks share one state, so only a new start of all of them helps.
+
+    Args:
+        deliver: gets the outputs of each step, in the engine's thread.
+        cores: the only ones this thread, and those it starts, run on.
+        die: ends the process with the given status.
     """
 
     def __init__(
@@ -29,11 +34,13 @@ class EngineThread:
         deliver: Callable[[list[Output]], None],
         *,
         step_timeout: float = 60.0,
+        cores: set[int] | None = None,
         die: Callable[[int], None] = os._exit,
     ) -> None:
         self.engine = engine
         self._deliver = deliver
         self._step_timeout = step_timeout
+        self._cores = cores
         self._die = die
         self._stopping = threading.Event()
         self._step_began: float | None = None
@@ -52,6 +59,8 @@ class EngineThread:
 
     def _main(self) -> None:
         try:
+            if self._cores is not None:
+                os.sched_setaffinity(0, self._cores)  # of this thread only
             if self.engine.model.comm.rank == 0:
                 self._lead()
             else:

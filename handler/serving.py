@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from generation.engine import Engine, EngineSettings, agreed_cache_tokens
 from generation.engine_thread import EngineThread
 from generation.types import Output, Request, SamplingParams
 from model.loader import load_model
-from model.process import die_with_parent
+from model.process import die_with_parent, own_cores
 
 from .native_api import ServingContext
 from .settings import load_settings
@@ -53,12 +54,11 @@ def start_serving(
         quantization=settings.quantization,
         max_seq_len=settings.max_seq_len,
         tokenizer_path=settings.tokenizer,
+        params_path=settings.model_args,
         progress=_log_progress,
     )
     tokens = agreed_cache_tokens(model, settings.kv_cache_tokens, settings.kv_cache_memory)
-    engine = Engine(
-        model, EngineSettings(tokens, max_seqs=settings.max_seqs, prefill_chunk=settings.prefill_chunk)
-    )
+    engine = Engine(model, EngineSettings(tokens, max_seqs=settings.max_seqs, prefill_chunk=settings.prefill_chunk))
     _warm_up(engine)
     context = ServingContext(
         tokenizer=tokenizer,
@@ -68,7 +68,10 @@ def start_serving(
         max_seq_len=engine.max_seq_len,
         model_name=settings.served_model_name or model_name,
     )
-    thread = EngineThread(engine, deliver, step_timeout=settings.step_timeout)
+    cores = None
+    if model.device.type == "cpu":
+        cores = own_cores(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    thread = EngineThread(engine, deliver, step_timeout=settings.step_timeout, cores=cores)
     thread.start()
     if model.comm.rank == 0:
         logger.info(

@@ -115,7 +115,7 @@ class HandlerSettings(BaseModel):
     max_prompts: int = _count(64)
     """Most prompts times choices in one request."""
     request_timeout: float | None = Field(600.0, gt=0, description=f"{_SECONDS} above 0, or null for no limit")
-    stream_interval: float = Field(0.02, ge=0, le=10, description=f"{_SECONDS} between 0 and 10")
+    stream_interval: float = Field(0.05, ge=0, le=10, description=f"{_SECONDS} between 0 and 10")
     """Seconds for which new text is gathered before it is sent; 0 sends each token by itself."""
     served_model_name: str | None = Field(None, min_length=1, description="a non-empty string")
     log_prompts: bool = Field(False, description=_BOOL)

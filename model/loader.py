@@ -66,6 +66,7 @@ def load_model(
     quantization: str | None = None,
     max_seq_len: int | None = None,
     tokenizer_path: str | Path | None = None,
+    params_path: str | Path | None = None,
     comm: Communicator | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Llama, Tokenizer]:
@@ -74,6 +75,7 @@ def load_model(
     Args:
         checkpoint: a GGUF file, or a directory in one of the formats of `model.checkpoint`.
         max_seq_len: longest sequence, prompt and answer together, in tokens; None = the checkpoint's own.
+        tokenizer_path, params_path: where they don't lie beside the weights, see `open_checkpoint`.
         progress: called with (tensors read, tensors in all).
 
     Raises:
@@ -85,7 +87,7 @@ def load_model(
     chosen = resolve_device(device, local_rank)
     if chosen.type == "cpu":
         torch.set_num_threads(cpu_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    source = open_checkpoint(checkpoint, tokenizer_path)
+    source = open_checkpoint(checkpoint, tokenizer_path, params_path)
     try:
         tokenizer = source.tokenizer()
         if tokenizer.n_words > source.config.vocab_size:

@@ -48,6 +48,21 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
+def own_cores(local_rank: int, local_world_size: int) -> set[int] | None:
+    """The cores that one of `local_world_size` ranks may keep to itself; None where none can be told apart.
+
+    Ranks that wait for each other many times a step lose most when the kernel puts two of them on one core for a
+    while, as it does when other processes (the frontend) come and go.
+    """
+    if sys.platform != "linux":
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    if usable_cores() < len(cores) or len(cores) < local_world_size:
+        return None  # a quota counts time on any core; and sharing cores is better left to the kernel
+    each = len(cores) // local_world_size
+    return set(cores[local_rank * each : (local_rank + 1) * each])
+
+
 def _cgroup_quota(membership: Path, root: Path) -> float | None:
     """The least quota, in cores, of all groups from the process's own to the root; None where nothing limits it.
 

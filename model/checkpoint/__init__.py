@@ -19,7 +19,9 @@ __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 LOOKED_FOR = "consolidated.*.pth (Meta), *.gguf (GGUF) and *.safetensors (Hugging Face)"
 
 
-def open_checkpoint(path: str | Path, tokenizer_path: str | Path | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, tokenizer_path: str | Path | None = None, params_path: str | Path | None = None
+) -> Checkpoint:
     """Open the checkpoint in a directory, or a GGUF file, and check all that can be checked without reading weights.
 
     In a directory Meta's shards come before a GGUF file, and that before Hugging Face's files.
@@ -27,16 +29,18 @@ def open_checkpoint(path: str | Path, tokenizer_path: str | Path | None = None) 
     Args:
         path: A directory, or a file in GGUF format.
         tokenizer_path: A SentencePiece model to use in place of the checkpoint's own tokenizer.
+        params_path: A Meta checkpoint's `params.json`, where it doesn't lie beside the shards.
 
     Raises:
         CheckpointError: Nothing readable is there, or it isn't a whole Llama model.
     """
     path = Path(path).expanduser()
     tokenizer = Path(tokenizer_path).expanduser() if tokenizer_path is not None else None
+    params = Path(params_path).expanduser() if params_path is not None else None
     if not path.exists():
         raise CheckpointError(f"checkpoint {path}: no such file or directory")
     try:
-        return _open_directory(path, tokenizer) if path.is_dir() else _open_file(path, tokenizer)
+        return _open_directory(path, tokenizer, params) if path.is_dir() else _open_file(path, tokenizer)
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: can't be read: {error}") from error
 
@@ -51,11 +55,11 @@ def _open_file(path: Path, tokenizer: Path | None) -> Checkpoint:
     return GGUFCheckpoint(path, tokenizer)
 
 
-def _open_directory(path: Path, tokenizer: Path | None) -> Checkpoint:
+def _open_directory(path: Path, tokenizer: Path | None, params: Path | None) -> Checkpoint:
     # names that start with a dot are downloads under way and the like
     names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
     if any(name.startswith("consolidated.") and name.endswith(".pth") for name in names):
-        return MetaCheckpoint(path, tokenizer)
+        return MetaCheckpoint(path, tokenizer, params)
     ggufs = [name for name in names if name.endswith(".gguf")]
     if len(ggufs) > 1:
         raise CheckpointError(f"checkpoint {path}: holds {len(ggufs)} GGUF files, give one of them: {_listing(ggufs)}")
@@ -63,6 +67,11 @@ def _open_directory(path: Path, tokenizer: Path | None) -> Checkpoint:
         return GGUFCheckpoint(path / ggufs[0], tokenizer)
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         raise _hugging_face(path)
+    if any(name.endswith(".distcp") for name in names):
+        raise CheckpointError(
+            f"checkpoint {path}: torch.distributed checkpoints (*.distcp) aren't read; give the directory of Meta's "
+            "own files that it was converted from, no conversion is needed here"
+        )
     holds = f"it holds {_listing(names)}" if names else "it is empty"
     raise CheckpointError(f"checkpoint {path}: no model in this directory: looked for {LOOKED_FOR}; {holds}")
 

@@ -48,8 +48,8 @@ class MetaCheckpoint(Checkpoint):
 
     format = "meta"
 
-    def __init__(self, path: Path, tokenizer_path: Path | None = None) -> None:
-        params = _read_params(path / "params.json")
+    def __init__(self, path: Path, tokenizer_path: Path | None = None, params_path: Path | None = None) -> None:
+        params = _read_params(params_path or path / "params.json")
         files = find_shards(path)
         shards = [_load_shard(file) for file in files]
         _check_same_names(files, shards)

@@ -36,7 +36,7 @@ def test_only_the_checkpoint_is_needed(model_dir: Path) -> None:
     assert settings.checkpoint == model_dir / "weights"
     assert settings.max_seq_len is None  # B044: the model's own
     assert settings.log_prompts is False  # B280
-    assert settings.stream_interval == 0.02
+    assert settings.stream_interval == 0.05
     assert settings.mode == "text_completion"
 
 
