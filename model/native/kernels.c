@@ -14,6 +14,11 @@
 
 #include "half.h"
 
+/* Vectors are passed between functions of this file only, so it doesn't matter that their ABI depends on the CPU. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
 enum { LANES = 16, FLOAT32 = 0, BFLOAT16 = 1 };
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(64), aligned(4), may_alias));
@@ -53,7 +58,8 @@ static inline void put(void *p, int64_t i, float x, int dtype) {
     else ((uint16_t *)p)[i] = to_bfloat16(x);
 }
 
-#if defined(__has_builtin)
+/* NO_SHUFFLES lets a test compile what older compilers get. */
+#if defined(__has_builtin) && !defined(NO_SHUFFLES)
 #if __has_builtin(__builtin_shufflevector)
 #define SHUFFLES
 #endif
@@ -105,7 +111,7 @@ static inline vec sums(const vec *x) {
 }
 
 /* e^x for x <= 0, to about 2 units in the last place; below -87 it is 0, NaN stays NaN.
- * x = n ln 2 + r, e^x = 2^n e^r, with a polynomial for e^r (minimax, degree 6). */
+ * x = n ln 2 + r, e^x = 2^n e^r, with a polynomial for e^r (Taylor, degree 6; |r| <= ln 2 / 2). */
 static inline vec exponential(vec x) {
     const vec shift = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     vec n = (x * splat(1.44269504f) + shift) - shift;
@@ -320,7 +326,8 @@ static void attend_any(const decode_job *job, int64_t sequence, int64_t head, fl
 
 /* Attention of one new token per sequence over its `lengths` cached tokens (its own among them).
  * q (B, kv * group, dim) with rows q_stride apart, out (B, kv * group, dim) dense, keys and values (rows, kv, dim);
- * blocks (B, table_width) numbers of cache blocks. dim is a multiple of 16, block_tokens is 16. Returns 0, or 1 without memory. */
+ * blocks (B, table_width) numbers of cache blocks. dim is a multiple of 16, block_tokens is 16, no length is 0.
+ * Returns 0, or 1 without memory. */
 int paged_decode(const void *q, int64_t q_stride, const void *keys, const void *values, void *out,
                  const int32_t *lengths, const int32_t *blocks, int64_t sequences, int64_t table_width, int64_t kv,
                  int64_t group, int64_t dim, int64_t block_tokens, float scale, int dtype, int threads) {

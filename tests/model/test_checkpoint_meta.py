@@ -152,7 +152,7 @@ class TestConfiguration:
             ({"n_kv_heads": 2}, r"wk.weight has shape \(32, 64\), but the configuration says \(8, 64\)"),
             ({"vocab_size": 1000}, r"tok_embeddings.weight has shape \(384, 64\), but .* \(1000, 64\)"),
             ({"norm_eps": True}, "norm_eps is True, expected a number"),
-            ({"rope_theta": -1}, "rope_theta -1"),
+            ({"rope_theta": -1}, "rope_theta is -1"),
         ],
     )
     def test_refused(self, tmp_path: Path, params: dict[str, Any], message: str) -> None:

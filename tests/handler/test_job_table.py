@@ -1,0 +1,381 @@
+"""The table of HTTP requests in flight: what is sent for each, when, and how a reply ends."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from generation.types import FinishReason, Output, Request, SamplingParams
+from handler import job_table
+from handler.errors import InternalError, InvalidRequest, QueueFull
+from handler.job_table import JobTable, Part, Piece, failure
+from handler.native_reply import Choice, Job
+from model.tokenizer import Tokenizer
+
+INTERVAL = 0.1
+NO_TOKENIZER = cast(Tokenizer, None)  # asked only for the texts of alternatives
+JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream; charset=utf-8"
+DONE = "data: [DONE]\n\n"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Desk:
+    """A table with a clock that stands still, and what it canceled."""
+
+    def __init__(self, stream_interval: float = INTERVAL) -> None:
+        self.clock = Clock()
+        self.canceled: list[str] = []
+        self.table = JobTable(self.canceled.append, stream_interval=stream_interval, clock=self.clock)
+
+    def add(self, job_id: str, *, stream: bool = False, choices: int = 1) -> Job:
+        job = make_job(job_id, stream=stream, choices=choices)
+        self.table.add(job)
+        return job
+
+    def deliver(
+        self, job_id: str, text: str = "", reason: FinishReason | None = None, *, choice: int = 0, error: str = ""
+    ) -> None:
+        output = Output(f"{job_id}/{choice}", [5], text, [text], finish_reason=reason, error=error or None)
+        self.table.deliver([output])
+
+    def take_at(self, seconds: float, job_id: str) -> Piece | None:
+        """What is sent `seconds` after the start."""
+        self.clock.now = 1000 + seconds
+        return self.table.take(job_id)
+
+
+def make_job(job_id: str, *, stream: bool, choices: int = 1) -> Job:
+    requests = [Request(f"{job_id}/{i}", [1, 2, 3], SamplingParams()) for i in range(choices)]
+    items = [Choice(i, request, NO_TOKENIZER, None) for i, request in enumerate(requests)]
+    return Job(job_id, stream, chat=False, many=choices > 1, choices=items)
+
+
+def sent(piece: Piece | None) -> Piece:
+    assert piece is not None
+    return piece
+
+
+def text_of(piece: Piece | None) -> str:
+    return sent(piece).data.decode("utf-8")
+
+
+def events(piece: Piece | None) -> list[Any]:
+    blocks = text_of(piece).split("\n\n")[:-1]
+    return [json.loads(block.removeprefix("data: ")) for block in blocks if not block.endswith("[DONE]")]
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+# --- replies that don't stream
+
+
+def test_fast_job_is_one_whole_reply(desk: Desk) -> None:
+    desk.add("a")
+    desk.deliver("a", "Hello", None)
+    assert desk.take_at(0.1, "a") is None
+    desk.deliver("a", " you", "stop")
+    piece = sent(desk.take_at(0.2, "a"))
+    assert (piece.part, piece.content_type, piece.status, piece.phrase) == (Part.WHOLE, JSON, 200, "OK")
+    assert json.loads(piece.data)["generation"] == "Hello you"
+    assert len(desk.table) == 0
+    assert desk.canceled == []
+
+
+def test_slow_job_gives_signs_of_life(desk: Desk) -> None:
+    """B025, B155: nothing for 2 s, then a blank each second, so that a closed connection is noticed."""
+    desk.add("a")
+    desk.deliver("a", "Hello")
+    assert desk.take_at(1.99, "a") is None
+    for second in (2.0, 3.0, 4.5):
+        assert desk.take_at(second, "a") == Piece(b" ", Part.MORE, JSON)
+        assert desk.take_at(second + 0.99, "a") is None
+    desk.deliver("a", " you", "length")
+    piece = sent(desk.take_at(5.49, "a"))
+    assert piece.part is Part.LAST
+    assert json.loads(b"   " + piece.data)["finish_reason"] == "length"
+    assert "a" not in desk.table
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_error_before_the_head_keeps_its_status(desk: Desk, stream: bool) -> None:
+    """B153: no 200 before an error."""
+    for job_id, error in (("a", InvalidRequest("no", param="n")), ("b", QueueFull("full"))):
+        job = desk.add(job_id, stream=stream)
+        job.fail(error)
+        piece = sent(desk.take_at(0.1, job_id))
+        assert piece == failure(error)
+        assert (piece.part, piece.status, piece.phrase) == (Part.WHOLE, error.status, error.phrase)
+        assert piece.content_type == "application/json"
+        assert json.loads(piece.data) == error.body()
+    assert sent(piece).retry_after == 1
+    assert len(desk.table) == 0
+
+
+def test_error_after_the_head_is_the_body(desk: Desk) -> None:
+    desk.add("a")
+    assert desk.take_at(2, "a") is not None
+    desk.deliver("a", reason="error", error="not finite")
+    piece = sent(desk.take_at(2.1, "a"))
+    assert (piece.part, piece.content_type) == (Part.LAST, JSON)
+    assert json.loads(b" " + piece.data)["error"]["message"] == "not finite"
+    assert len(desk.table) == 0
+
+
+# --- streams
+
+
+def test_stream(desk: Desk) -> None:
+    """The first piece at once, later ones at most every `stream_interval`, the end at once."""
+    desk.add("a", stream=True)
+    assert desk.take_at(0.5, "a") is None
+    desk.deliver("a", "Hel")
+    first = sent(desk.take_at(0.5, "a"))
+    assert (first.part, first.content_type, first.status) == (Part.MORE, EVENTS, 200)
+    assert events(first) == [{"index": 0, "delta": "Hel", "finish_reason": None}]
+    desk.deliver("a", "lo")
+    assert desk.take_at(0.55, "a") is None
+    desk.deliver("a", " you")
+    second = sent(desk.take_at(0.5 + INTERVAL, "a"))
+    assert second.part is Part.MORE
+    assert [event["delta"] for event in events(second)] == ["lo you"]
+    desk.deliver("a", "!", "stop")
+    last = sent(desk.take_at(0.5 + INTERVAL, "a"))
+    assert last.part is Part.LAST
+    assert text_of(last).endswith(DONE)
+    assert [event["finish_reason"] for event in events(last)] == ["stop"]
+    assert len(desk.table) == 0
+
+
+def test_interval_of_zero_sends_each_token() -> None:
+    desk = Desk(stream_interval=0)
+    desk.add("a", stream=True)
+    for text in "abc":
+        desk.deliver("a", text)
+        assert [event["delta"] for event in events(desk.table.take("a"))] == [text]
+        assert desk.table.take("a") is None
+
+
+def test_stream_whose_first_piece_is_its_last_is_whole(desk: Desk) -> None:
+    """With any other ending TorchServe would never write the head."""
+    desk.add("a", stream=True)
+    desk.deliver("a", "Hello", "stop")
+    piece = sent(desk.take_at(0, "a"))
+    assert (piece.part, piece.content_type) == (Part.WHOLE, EVENTS)
+    assert [event["delta"] for event in events(piece)] == ["Hello"]
+    assert text_of(piece).endswith(DONE)
+    assert len(desk.table) == 0
+
+
+def test_silent_stream_gives_signs_of_life(desk: Desk) -> None:
+    desk.add("a", stream=True)
+    desk.deliver("a", "")  # a token whose text isn't certain yet
+    assert desk.take_at(1.9, "a") is None
+    assert desk.take_at(2, "a") == Piece(b": waiting\n\n", Part.MORE, EVENTS)
+    assert desk.take_at(2.9, "a") is None
+    assert text_of(desk.take_at(3, "a")) == ": waiting\n\n"
+    desk.deliver("a", "x")
+    assert desk.take_at(3.05, "a") is None
+    assert [event["delta"] for event in events(desk.take_at(3.1, "a"))] == ["x"]
+    assert desk.take_at(4.05, "a") is None
+    assert text_of(desk.take_at(4.1, "a")) == ": waiting\n\n"
+
+
+def test_error_in_a_stream_is_its_last_event(desk: Desk) -> None:
+    """B205: text that was not sent yet comes before it, and the stream ends."""
+    desk.add("a", stream=True)
+    desk.deliver("a", "x")
+    assert desk.take_at(0, "a") is not None
+    desk.deliver("a", "y")
+    desk.deliver("a", reason="error", error="not finite")
+    piece = sent(desk.take_at(0.01, "a"))
+    assert (piece.part, piece.content_type, piece.status) == (Part.LAST, EVENTS, 200)
+    delta, error = events(piece)
+    assert delta["delta"] == "y"
+    assert error["error"]["type"] == "internal_error"
+    assert text_of(piece).endswith(DONE)
+    assert len(desk.table) == 0
+
+
+# --- cancellation
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failure_of_one_choice_cancels_the_others(desk: Desk, stream: bool) -> None:
+    desk.add("a", stream=stream, choices=3)
+    desk.add("b")
+    desk.deliver("a", "x", choice=0)
+    desk.deliver("a", reason="error", error="not finite", choice=1)
+    piece = sent(desk.take_at(0, "a"))
+    assert (piece.part, piece.status) == (Part.WHOLE, 500)
+    assert {"a/0", "a/2"} <= set(desk.canceled) <= {"a/0", "a/1", "a/2"}
+    assert "b" in desk.table
+
+
+def test_missing_jobs_are_canceled(desk: Desk) -> None:
+    """B027, B255: every engine request of a job whose client left, and no other's."""
+    desk.add("a", stream=True, choices=2)
+    desk.add("b")
+    desk.add("c")
+    desk.table.cancel_missing({"b", "never seen"})
+    assert sorted(desk.canceled) == ["a/0", "a/1", "c/0"]
+    assert len(desk.table) == 1
+    assert "b" in desk.table
+    desk.table.cancel_missing(["b"])
+    assert len(desk.canceled) == 3
+
+
+def test_output_for_a_vanished_job_is_ignored(desk: Desk) -> None:
+    """B028."""
+    desk.add("a")
+    desk.add("b")
+    desk.table.cancel_missing({"b"})
+    desk.table.deliver(
+        [Output("a/0", text="late", finish_reason="stop"), Output("b/0", text="x", finish_reason="stop")]
+    )
+    desk.deliver("nothing of ours", "x")
+    assert desk.table.take("a") is None
+    assert json.loads(sent(desk.table.take("b")).data)["generation"] == "x"
+    assert desk.table.take("b") is None  # only once
+    assert len(desk.table) == 0
+
+
+def test_a_job_id_may_hold_slashes(desk: Desk) -> None:
+    desk.add("a/b/0")
+    desk.deliver("a/b/0", "x", "stop")
+    assert sent(desk.table.take("a/b/0")).part is Part.WHOLE
+
+
+def test_nothing_is_kept_of_a_thousand_jobs(desk: Desk) -> None:
+    """B148, B253."""
+    for i in range(1000):
+        job_id = str(i)
+        desk.add(job_id, stream=i % 2 == 0)
+        desk.deliver(job_id, "x", "stop" if i % 3 == 0 else None)
+        desk.table.take(job_id)
+        if i % 3:
+            desk.table.cancel_missing(set())
+    assert len(desk.table) == 0
+    assert len(desk.canceled) == sum(1 for i in range(1000) if i % 3)
+
+
+# --- waiting
+
+
+def wait_in_thread(table: JobTable, timeout: float, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Start `table.wait` in a thread and return once it rests; the result joins it."""
+    resting = threading.Event()
+    condition = table._changed
+    rest = condition.wait
+
+    def noticed(timeout: float | None = None) -> bool:
+        resting.set()  # with the lock held, which `rest` lets go of
+        return rest(timeout)
+
+    monkeypatch.setattr(condition, "wait", noticed)
+    thread = threading.Thread(target=table.wait, args=(timeout,), daemon=True)
+    thread.start()
+    assert resting.wait(30)
+
+    def join() -> None:
+        thread.join(30)
+        assert not thread.is_alive()
+
+    return join
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_wait_ends_when_something_is_due(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = JobTable(lambda request_id: None, stream_interval=INTERVAL)
+    table.add(make_job("a", stream=stream))
+    monkeypatch.setattr(job_table, "FIRST_SIGN_OF_LIFE_S", 1000.0)
+    join = wait_in_thread(table, 1000, monkeypatch)
+    table.deliver([Output("a/0", [5], "x", ["x"], finish_reason=None if stream else "stop")])
+    join()
+    assert table.take("a") is not None
+
+
+def test_wait_goes_on_while_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = JobTable(lambda request_id: None, stream_interval=INTERVAL)
+    table.add(make_job("a", stream=False))
+    monkeypatch.setattr(job_table, "FIRST_SIGN_OF_LIFE_S", 1000.0)
+    join = wait_in_thread(table, 1000, monkeypatch)
+    table.deliver([Output("a/0", [5], "x", ["x"])])  # more will come
+    assert table.take("a") is None
+    table.deliver([Output("a/0", [6], "y", ["y"], finish_reason="stop")])
+    join()
+
+
+def test_wait_does_not_rest_when_something_is_due(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk.table._changed, "wait", lambda timeout: pytest.fail("rested"))
+    desk.add("a")
+    desk.deliver("a", "x", "stop")
+    desk.table.wait(1000)
+    desk.add("b", stream=True)
+    desk.deliver("b", "x")
+    desk.table.take("a")
+    desk.table.wait(1000)
+    desk.table.take("b")
+    desk.add("c")
+    desk.clock.now += 2
+    desk.table.wait(1000)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "timeout", "rest"),
+    [
+        (lambda desk: None, 0.5, 0.5),
+        (lambda desk: desk.add("a"), 0.5, 0.5),
+        (lambda desk: desk.add("a"), 5, 2),
+        (lambda desk: (desk.add("a"), desk.take_at(2, "a")), 5, 1),
+        (lambda desk: (desk.add("a", stream=True), desk.deliver("a", "x"), desk.table.take("a")), 5, 1),
+        (
+            lambda desk: (
+                desk.add("a", stream=True),
+                desk.deliver("a", "x"),
+                desk.table.take("a"),
+                desk.deliver("a", "y"),
+            ),
+            5,
+            INTERVAL,
+        ),
+    ],
+    ids=["empty", "timeout", "first sign", "next sign", "silent stream", "interval"],
+)
+def test_wait_rests_until_the_next_piece_or_the_timeout(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Desk], Any], timeout: float, rest: float
+) -> None:
+    rests: list[float] = []
+
+    def pass_time(seconds: float) -> None:
+        rests.append(seconds)
+        desk.clock.now += seconds
+
+    monkeypatch.setattr(desk.table._changed, "wait", pass_time)
+    prepare(desk)
+    desk.table.wait(timeout)
+    assert rests == [pytest.approx(rest)]
+
+
+def test_wait_ends_by_the_timeout() -> None:
+    table = JobTable(lambda request_id: None, stream_interval=INTERVAL)
+    table.add(make_job("a", stream=False))
+    table.wait(0.01)
+    assert table.take("a") is None
+
+
+def test_internal_error_is_a_500() -> None:
+    assert failure(InternalError("a bug")).status == 500

@@ -1,0 +1,118 @@
+"""Real TorchServe servers on free ports. Each is stopped when its tests are over, whatever happened."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from generation import load
+from scripts.fetch_demo_model import fetch
+from scripts.package_archive import ArchiveOptions
+from scripts.processes import marked
+from scripts.run_dir import RunDir, free_port
+from scripts.server import MODEL, start, stop_run
+from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server, and what its model is."""
+
+    run: RunDir
+    checkpoint: Path
+
+    @property
+    def url(self) -> str:
+        return f"{self.run.url}/predictions/{MODEL}"
+
+    def post(self, body: Any, **more: Any) -> requests.Response:
+        return requests.post(self.url, json=body, timeout=120, **more)
+
+    def ask(self, body: Any) -> Any:
+        reply = self.post(body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def ask_all(self, bodies: list[Any]) -> list[requests.Response]:
+        """All at once."""
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            return list(pool.map(self.post, bodies))
+
+    def health(self) -> dict[str, Any]:
+        reply = requests.get(f"{self.url}/1.0/v1/health", timeout=60)
+        assert reply.status_code == 200, reply.text
+        found: dict[str, Any] = reply.json()
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """Process id of each rank."""
+        found = {}
+        for process in marked(self.run.token):
+            environment = process.environ()
+            if "model_service_worker" in " ".join(process.cmdline()) and "RANK" in environment:
+                found[int(environment["RANK"])] = process.pid
+        return found
+
+
+@contextmanager
+def serving(checkpoint: Path, ranks: int, **handler: Any) -> Iterator[Server]:
+    options = ArchiveOptions(checkpoint, ranks, device="cpu", handler={"dtype": "float32", **handler})
+    run, process = start(free_port(), options)
+    try:
+        yield Server(run, checkpoint)
+    finally:
+        stop_run(run)
+        process.wait(30)
+        assert not marked(run.token)
+
+
+def until(condition: Callable[[], Any], timeout: float = 60.0) -> Any:
+    """The first true value of `condition`, asked again and again."""
+    waiting = threading.Event()
+    for _ in range(int(timeout / 0.05)):
+        if value := condition():
+            return value
+        waiting.wait(0.05)
+    raise AssertionError(f"nothing within {timeout} s")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Meta checkpoint saved for two ranks, with a SentencePiece model of its own."""
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    config = tiny_config(n_heads=8, n_kv_heads=2)
+    save_meta(directory, config, random_weights(config, seed=5), shards=2)
+    train_sentencepiece(directory / "tokenizer.model")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_library(tiny_checkpoint: Path) -> Any:
+    """(model, tokenizer) of the tiny checkpoint, in this process."""
+    return load(tiny_checkpoint, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session", params=[1, 2], ids=["1 rank", "2 ranks"])
+def tiny_server(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[Server]:
+    with serving(tiny_checkpoint, request.param) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def demo_checkpoint() -> Path:
+    return fetch()
+
+
+@pytest.fixture(scope="session")
+def demo_server(demo_checkpoint: Path) -> Iterator[Server]:
+    """The demo model on two ranks."""
+    with serving(demo_checkpoint, 2) as server:
+        yield server
