@@ -7,6 +7,8 @@ that has nothing to send is left out of the reply and stays open.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -15,8 +17,10 @@ from enum import Enum
 
 from generation.types import Output
 
-from .errors import RequestError
+from .errors import InternalError, RequestError
 from .native_api import Job
+
+logger = logging.getLogger(__name__)
 
 FIRST_SIGN_OF_LIFE_S = 2.0
 """A request this old gets its head and a blank even without output: only so is a closed connection noticed."""
@@ -67,6 +71,7 @@ class JobTable:
     Args:
         cancel: drops a request from the engine, by its request id.
         stream_interval: least seconds between two pieces of one stream; the first is sent at once.
+        max_reply_bytes: a longer reply that isn't streamed is replaced by an error.
     """
 
     def __init__(
@@ -74,10 +79,12 @@ class JobTable:
         cancel: Callable[[str], None],
         *,
         stream_interval: float,
+        max_reply_bytes: int = 6_500_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cancel = cancel
         self._interval = stream_interval
+        self._max_bytes = max_reply_bytes
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._changed = threading.Condition()
@@ -143,7 +150,13 @@ class JobTable:
             now = self._clock()
             if self._due(entry, now) > now:
                 return None
-            piece = self._piece(entry)
+            try:
+                piece = self._piece(entry)
+            except Exception:  # out of the handler it would end every reply of the batch
+                logger.exception("the reply to request %s can't be written", job_id)
+                entry.job.error = InternalError("the server failed to write this reply; its log says why")
+                part = Part.LAST if entry.head_sent else Part.WHOLE
+                piece = dataclasses.replace(failure(entry.job.error), part=part)
             entry.head_sent, entry.last_sent = True, now
             if piece.part is not Part.MORE:
                 del self._entries[job_id]
@@ -159,7 +172,14 @@ class JobTable:
                 return failure(job.error)
             if job.stream:
                 return Piece(job.take_events().encode("utf-8"), part, job.content_type)
-            return Piece(job.body() if job.error is None else job.error.json(), part, job.content_type)
+            body = job.body()
+            if len(body) <= self._max_bytes:
+                return Piece(body, part, job.content_type)
+            error = TooLarge(
+                f"the reply has {len(body)} bytes, expected at most {self._max_bytes} (max_reply_bytes): ask for a "
+                "stream, for fewer prompts or for fewer top_logprobs"
+            )
+            return Piece(error.json(), part, job.content_type) if entry.head_sent else failure(error)
         if job.stream:
             return Piece((job.take_events() or ": waiting\n\n").encode("utf-8"), Part.MORE, job.content_type)
         return Piece(b" ", Part.MORE, job.content_type)  # JSON may begin with blanks

@@ -52,7 +52,10 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
         except Exception as error:
             raise RuntimeError(f"{context.model_name} can't be served: {error}") from error
         engine = self.serving.engine
-        self.jobs = JobTable(engine.cancel, stream_interval=self.serving.context.settings.stream_interval)
+        settings = self.serving.context.settings
+        self.jobs = JobTable(
+            engine.cancel, stream_interval=settings.stream_interval, max_reply_bytes=settings.max_reply_bytes
+        )
         self.initialized = True
 
     def _deliver(self, outputs: Any) -> None:
@@ -96,7 +99,10 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
             return health.reply(self.serving)
         if path:
             raise NotFound(f"there is nothing at {path!r}; this model answers at its own path, and v1/health below it")
-        job = build_job(job_id, parse_body(row, _content_type(row, headers)), self.serving.context)
+        body = parse_body(row, _content_type(row, headers))
+        if self.serving.context.settings.log_prompts:
+            logger.info("request %s: %r", job_id, body)
+        job = build_job(job_id, body, self.serving.context)
         for request in job.requests:
             self.serving.engine.check(request)
         self.jobs.add(job)

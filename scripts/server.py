@@ -27,7 +27,9 @@ _LOAD_FAILED = re.compile(r"Failed to load model \S+(?: \w+ OOM)?, exception (.*
 _DIED = "Backend worker process died."
 
 
-def start(port: int, options: ArchiveOptions, *, foreground: bool = False) -> tuple[RunDir, subprocess.Popen[bytes]]:
+def start(
+    port: int, options: ArchiveOptions, *, foreground: bool = False, archive_format: str = "no-archive"
+) -> tuple[RunDir, subprocess.Popen[bytes]]:
     """Package the model, start a server at `port` and the two ports after it, and wait until it answers.
 
     With `foreground` the frontend's warnings go to this terminal, otherwise to logs/console.log.
@@ -42,7 +44,7 @@ def start(port: int, options: ArchiveOptions, *, foreground: bool = False) -> tu
     run = RunDir.create(port)
     process = None
     try:
-        package(run.model_store, options, name=MODEL)
+        package(run.model_store, options, name=MODEL, archive_format=archive_format)
         config = run.write_config()
         with (run.logs / "console.log").open("wb") as console:
             process = subprocess.Popen(

@@ -272,6 +272,29 @@ def test_nothing_is_kept_of_a_thousand_jobs(desk: Desk) -> None:
     assert len(desk.canceled) == sum(1 for i in range(1000) if i % 3)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("head_sent", [False, True])
+def test_reply_that_cannot_be_written_fails_alone(
+    desk: Desk, stream: bool, head_sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug of ours in one reply: an exception would end the whole batch, and come again with the next poll."""
+
+    def broken() -> Any:
+        raise ValueError("a bug")
+
+    job = desk.add("a", stream=stream, choices=2)
+    if head_sent:
+        assert desk.take_at(2, "a") is not None
+    desk.deliver("a", "x", "stop", choice=0)
+    desk.deliver("a", "x", "stop", choice=1)
+    monkeypatch.setattr(job, "take_events" if stream else "body", broken)
+    piece = sent(desk.table.take("a"))
+    assert (piece.part, piece.status) == (Part.LAST if head_sent else Part.WHOLE, 500)
+    assert json.loads(piece.data)["error"]["type"] == "internal_error"
+    assert len(desk.table) == 0
+    assert sorted(desk.canceled) == ["a/0", "a/1"]
+
+
 # --- waiting
 
 

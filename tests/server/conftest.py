@@ -63,9 +63,12 @@ class Server:
 
 
 @contextmanager
-def serving(checkpoint: Path, ranks: int, **handler: Any) -> Iterator[Server]:
-    options = ArchiveOptions(checkpoint, ranks, device="cpu", handler={"dtype": "float32", **handler})
-    run, process = start(free_port(), options)
+def serving(checkpoint: Path, ranks: int, *, mar: bool = False, **handler: Any) -> Iterator[Server]:
+    """A server of `checkpoint`; with `mar` from one file that holds the weights too."""
+    options = ArchiveOptions(
+        checkpoint, ranks, include_weights=mar, device="cpu", handler={"dtype": "float32", **handler}
+    )
+    run, process = start(free_port(), options, archive_format="default" if mar else "no-archive")
     try:
         yield Server(run, checkpoint)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -71,13 +72,13 @@ def test_client_that_leaves_a_plain_request_is_noticed(server: Server) -> None:
 
 def test_slow_plain_request_shows_signs_of_life(server: Server) -> None:
     """B025: blanks before the JSON keep proxies and clients awake."""
-    body = {"prompt": "Hello", **LONG, "n": 4}
+    body = {"prompt": "Hello", **LONG, "n": 2}
     with server.post(body, stream=True) as reply:
         assert reply.status_code == 200
         chunks = list(reply.iter_content(None))
     assert chunks[0] == b" "
     replies = json.loads(b"".join(chunks))
-    assert [r["usage"]["completion_tokens"] for r in replies] == [4000] * 4
+    assert [r["usage"]["completion_tokens"] for r in replies] == [4000] * 2
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -104,6 +105,23 @@ def test_killed_rank(long_checkpoint: Path, victim: int) -> None:
         assert not set(server.ranks().values()) & set(ranks.values())
         token = server.run.token
     assert not marked(token)
+
+
+def test_hanging_rank_is_noticed(long_checkpoint: Path) -> None:
+    """B029: a step that does not end within step_timeout makes the worker start anew."""
+    with serving(long_checkpoint, 2, step_timeout=2) as server, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.post, {"prompt": "Hello", **LONG})
+        until(lambda: server.health()["running"] == 1)
+        before = server.ranks()
+        os.kill(before[1], signal.SIGSTOP)
+        try:
+            with contextlib.suppress(requests.RequestException):
+                assert waiting.result(timeout=60).status_code >= 500
+            until(lambda: server.post({"prompt": "Hello", "max_gen_len": 2}).status_code == 200)
+            assert not set(server.ranks().values()) & set(before.values())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(before[1], signal.SIGKILL)
 
 
 def test_load_errors_are_told_at_once(long_checkpoint: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import requests
 
 from generation import chat_completion, generate, text_completion
 from generation.chat_format import chat_format_for
-from tests.server.conftest import Server
+from tests.server.conftest import Server, serving
 from tests.sse import read_stream
 
 DIALOG = [
@@ -206,3 +207,23 @@ def test_no_prompt_in_the_logs(tiny_server: Server) -> None:
     )
     for log in tiny_server.run.logs.rglob("*.log"):
         assert secret not in log.read_text(encoding="utf-8", errors="replace"), log
+
+
+def test_one_file_with_the_weights_inside(tiny_checkpoint: Path, tiny_library: Any) -> None:
+    """B145: a .mar archive, unpacked wherever TorchServe likes, finds its own weights."""
+    model, tokenizer = tiny_library
+    with serving(tiny_checkpoint, 3, mar=True) as server:
+        assert (server.run.model_store / "llama2.mar").is_file()
+        reply = server.ask({"prompt": [1, 5, 6], **GREEDY})
+    (ids,), _ = generate(model, [[1, 5, 6]], 24, temperature=0)
+    assert reply["generation"] == tokenizer.decode(ids)
+
+
+def test_reply_larger_than_allowed(tiny_checkpoint: Path) -> None:
+    """B257: a reply that the frontend could not pass on is an error that says so, and the server goes on."""
+    with serving(tiny_checkpoint, 1, max_reply_bytes=3000, log_prompts=True) as server:
+        reply = server.post({"prompt": "Hello", "max_gen_len": 50, "top_logprobs": 5, "ignore_eos": True})
+        assert reply.status_code == 413
+        assert "at most 3000" in reply.json()["error"]["message"]
+        assert server.ask({"prompt": "hello-from-the-log", "max_gen_len": 5})
+        assert "hello-from-the-log" in (server.run.logs / "model_log.log").read_text(encoding="utf-8")

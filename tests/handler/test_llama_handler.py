@@ -1,0 +1,519 @@
+"""The handler as TorchServe calls it: batches in, the frontend's bytes out, with a real model behind it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from ts.model_loader import TsModelLoader
+from ts.service import Service
+from ts.utils.util import list_classes_from_module
+
+from generation import load, text_completion
+from handler import llama_handler, serving
+from handler.errors import QueueFull
+from handler.llama_handler import LlamaHandler, drain
+from tests.model.tiny import random_weights, save_meta, tiny_config
+
+PROMPTS = [f"{number} quick brown foxes jump over the lazy dog" for number in range(1, 17)]
+GREEDY = {"temperature": 0, "max_gen_len": 12, "ignore_eos": True}
+LOGGERS = ["", "handler", "generation", "model"]
+MAX_SEQ_LEN = 128
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config()
+    return save_meta(tmp_path_factory.mktemp("meta"), config, random_weights(config), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoint: Path) -> list[str]:
+    """The library's answers to PROMPTS."""
+    model, tokenizer = load(checkpoint, device="cpu", dtype="float32", max_seq_len=MAX_SEQ_LEN)
+    found = text_completion(model, tokenizer, PROMPTS, max_gen_len=12, temperature=0)
+    return [prediction["generation"] for prediction in found]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process() -> Iterator[None]:
+    """What loading a model changes of the process, put back in the end."""
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving, "die_with_parent", lambda: None)
+        patch.setenv("TS_DECODE_INPUT_REQUEST", "true")  # so that it is put back too
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            patch.delenv(name, raising=False)
+        yield
+    torch.set_num_threads(threads)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@dataclass
+class Reply:
+    """What the frontend has got for one request."""
+
+    status: int = 0
+    phrase: str = ""
+    content_type: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    pieces: list[bytes] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.pieces)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+    @property
+    def events(self) -> list[Any]:
+        assert self.content_type == "text/event-stream; charset=utf-8"
+        blocks = self.data.decode("utf-8").split("\n\n")
+        assert blocks[-2:] == ["data: [DONE]", ""]
+        return [json.loads(b.removeprefix("data: ")) for b in blocks[:-2] if not b.startswith(":")]
+
+
+class Wire:
+    """Reads the frontend's protocol: numbers of four bytes, and fields with their length before them."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def number(self) -> int:
+        self.at += 4
+        return int(struct.unpack("!i", self.data[self.at - 4 : self.at])[0])
+
+    def bytes(self) -> bytes:
+        size = self.number()
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def text(self) -> str:
+        return self.bytes().decode("utf-8")
+
+
+class Frontend:
+    """The part of TorchServe's frontend that polls one worker with the requests that are open."""
+
+    def __init__(self, model_dir: Path, rows: str = "body") -> None:
+        handle, initialize = TsModelLoader()._get_class_entry_point(llama_handler)
+        manifest = {"model": {"configFile": "model-config.yaml"}}
+        metrics = SimpleNamespace(add_time=lambda name, value: None)
+        self.service = Service("llama2", str(model_dir), manifest, handle, None, 16, metrics_cache=metrics)
+        self.service.set_cl_socket(None)
+        self.handler: LlamaHandler = handle.__self__
+        self.open: dict[str, dict[str, Any]] = {}
+        self.replies: dict[str, Reply] = {}
+        initialize(self.service.context)
+
+    def send(self, request_id: str, value: Any, *, name: str = "body", content_type: str = "application/json") -> Reply:
+        """Put a request into the next poll; dicts are sent as JSON in bytes."""
+        if isinstance(value, dict):
+            value = bytearray(json.dumps(value).encode("utf-8"))
+        self.open[request_id] = {
+            "requestId": request_id.encode(),
+            "headers": [{"name": b"host", "value": b"localhost"}],
+            "parameters": [{"name": name, "contentType": content_type, "value": value}],
+        }
+        self.replies[request_id] = Reply()
+        return self.replies[request_id]
+
+    def poll(self) -> None:
+        wire = Wire(bytes(self.service.predict(list(self.open.values()))))
+        assert (wire.number(), wire.text()) == (200, "Prediction success")
+        while wire.data[wire.at : wire.at + 4] != b"\xff\xff\xff\xff":
+            self._take(wire)
+        assert wire.at + 4 == len(wire.data)
+
+    def _take(self, wire: Wire) -> None:
+        request_id = wire.text()
+        reply = self.replies[request_id]
+        reply.content_type, reply.status, reply.phrase = wire.text(), wire.number(), wire.text()
+        reply.headers = {wire.text(): wire.text() for _ in range(wire.number())}
+        first = not reply.pieces
+        reply.pieces.append(wire.bytes())
+        more = reply.headers.get("ts_stream_next")
+        # Without the header it is a whole reply, which a head that was sent before rules out; and only a reply that
+        # has a head can be ended by "false".
+        assert first or more is not None
+        assert more != "false" or not first
+        if more != "true":
+            reply.done = True
+            del self.open[request_id]
+
+    def finish(self) -> None:
+        """Poll until every request is answered."""
+        end = time.monotonic() + 60
+        while self.open:
+            assert time.monotonic() < end, f"no answer to {list(self.open)}"
+            self.poll()
+
+    def ask(self, value: Any, **how: Any) -> Reply:
+        reply = self.send(f"request {len(self.replies)}", value, **how)
+        self.finish()
+        return reply
+
+    def close(self) -> None:
+        if self.handler.serving is not None:
+            self.handler.serving.thread.stop()
+
+
+def configuration(checkpoint: Path, **changes: Any) -> dict[str, Any]:
+    values = {"checkpoint": str(checkpoint), "device": "cpu", "dtype": "float32", "max_seq_len": MAX_SEQ_LEN}
+    values |= {"kv_cache_tokens": 4096, "stream_interval": 0}
+    return {"batchSize": 16, "maxBatchDelay": 1, "continuousBatching": True, "handler": values | changes}
+
+
+def archive(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "model-config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    frontend = Frontend(archive(tmp_path_factory.mktemp("archive"), configuration(checkpoint)))
+    yield frontend
+    frontend.close()
+
+
+@pytest.fixture
+def frontend(server: Frontend) -> Iterator[Frontend]:
+    """The one server, with nothing in flight before and after."""
+    yield server
+    server.open.clear()
+    server.handler.jobs.cancel_missing(set())
+
+
+def engine_of(frontend: Frontend) -> Any:
+    assert frontend.handler.serving is not None
+    return frontend.handler.serving.engine
+
+
+# --- replies
+
+
+def test_whole_reply(frontend: Frontend, answers: Sequence[str]) -> None:
+    """B141: the content type is JSON's."""
+    reply = frontend.ask({"prompt": PROMPTS[0], **GREEDY})
+    assert (reply.status, reply.phrase) == (200, "OK")
+    assert reply.content_type == "application/json; charset=utf-8"
+    assert reply.json["generation"] == answers[0]
+    assert reply.json["finish_reason"] == "length"
+    assert reply.json["usage"]["completion_tokens"] == 12
+    assert len(reply.pieces) == 1
+    assert "ts_stream_next" not in reply.headers
+
+
+def test_stream(frontend: Frontend, answers: Sequence[str]) -> None:
+    reply = frontend.ask({"prompt": PROMPTS[1], "stream": True, **GREEDY})
+    assert reply.status == 200
+    assert "".join(event.get("delta", "") for event in reply.events) == answers[1]
+    assert [event["finish_reason"] for event in reply.events][-1] == "length"
+
+
+def test_stream_that_is_one_piece(frontend: Frontend, answers: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends before its first poll; TorchServe writes a head only if it is sent as a whole reply."""
+    monkeypatch.setattr(llama_handler, "POLL_S", 0.0)
+    reply = frontend.send("one piece", {"prompt": PROMPTS[2], "stream": True, **GREEDY})
+    jobs = frontend.handler.jobs
+    monkeypatch.setattr(jobs, "take", lambda job_id: None)
+    frontend.poll()
+    entry = jobs._entries["one piece"]
+    with jobs._changed:
+        assert jobs._changed.wait_for(lambda: entry.job.done, 30)
+    monkeypatch.undo()
+    frontend.poll()
+    assert len(reply.pieces) == 1
+    assert "".join(event.get("delta", "") for event in reply.events) == answers[2]
+
+
+def test_list_of_prompts_is_one_reply(frontend: Frontend, answers: Sequence[str]) -> None:
+    """B139: several prompts in one request."""
+    reply = frontend.ask({"prompt": PROMPTS[:8], **GREEDY})
+    assert [item["generation"] for item in reply.json] == answers[:8]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_bad_request_among_good_ones(frontend: Frontend, answers: Sequence[str], stream: bool) -> None:
+    """B019, B137, B153: it alone gets a 400, also where it asked for a stream."""
+    replies = [frontend.send(f"good {i}", {"prompt": p, "stream": stream, **GREEDY}) for i, p in enumerate(PROMPTS[:9])]
+    bad = frontend.send("bad", {"prompt": "x", "stream": stream, "temperature": -1})
+    replies += [frontend.send(f"good {i}", {"prompt": p, **GREEDY}) for i, p in enumerate(PROMPTS[9:], 9)]
+    frontend.finish()
+    assert (bad.status, bad.phrase, bad.content_type) == (400, "Bad Request", "application/json")
+    assert bad.json["error"]["param"] == "temperature"
+    assert [reply.status for reply in replies] == [200] * 16
+    for i, reply in enumerate(replies):
+        text = "".join(e.get("delta", "") for e in reply.events) if stream and i < 9 else reply.json["generation"]
+        assert text == answers[i]
+    assert len(frontend.handler.jobs) == 0
+
+
+def test_request_may_join_others_under_way(frontend: Frontend, answers: Sequence[str]) -> None:
+    """B026, B185: rows come and go between polls; each reply goes to its own request."""
+    replies = []
+    for i, prompt in enumerate(PROMPTS):
+        replies.append(frontend.send(f"r{i}", {"prompt": prompt, "stream": i % 2 == 0, **GREEDY}))
+        frontend.poll()
+    frontend.finish()
+    texts = [
+        r.json["generation"] if i % 2 else "".join(e.get("delta", "") for e in r.events) for i, r in enumerate(replies)
+    ]
+    assert texts == answers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_that_vanishes_is_canceled(frontend: Frontend, answers: Sequence[str], stream: bool) -> None:
+    """B027, B154, B255: its engine requests end, and the others don't notice."""
+    engine = engine_of(frontend)
+    before = engine.finished.get("cancelled", 0)
+    endless = {"prompt": ["x", "y"], "max_gen_len": MAX_SEQ_LEN, "ignore_eos": True, "stream": stream}
+    frontend.send("gone", endless)
+    stays = frontend.send("stays", {"prompt": PROMPTS[3], **GREEDY})
+    engine.scheduler.max_seqs, most = 1, engine.scheduler.max_seqs  # the second prompt is still waiting
+    frontend.poll()
+    assert "gone" in frontend.open
+    del frontend.open["gone"]
+    frontend.poll()
+    engine.scheduler.max_seqs = most
+    frontend.finish()
+    assert stays.json["generation"] == answers[3]
+    assert engine.finished.get("cancelled", 0) == before + 2
+    assert len(frontend.handler.jobs) == 0
+
+
+@pytest.mark.parametrize("name", ["body", "data"])
+def test_row_forms(frontend: Frontend, answers: Sequence[str], name: str) -> None:
+    """B142, B143, B277: JSON as bytes, as text or parsed, as the body or a form field."""
+    body = {"prompt": PROMPTS[4], **GREEDY}
+    text = json.dumps(body)
+    for i, value in enumerate((text.encode(), bytearray(text.encode()), text)):
+        for content_type in ("application/json", "", "application/octet-stream"):
+            reply = frontend.send(f"{i} {content_type}", value, name=name, content_type=content_type)
+            frontend.finish()
+            assert reply.json["generation"] == answers[4]
+    frontend.send("parsed", text, name=name)
+    frontend.open["parsed"]["parameters"][0]["value"] = body
+    frontend.finish()
+    assert frontend.replies["parsed"].json["generation"] == answers[4]
+
+
+def test_plain_text_is_a_prompt(frontend: Frontend, answers: Sequence[str]) -> None:
+    """B023: with the configuration's sampling."""
+    reply = frontend.ask(PROMPTS[5].encode(), content_type="text/plain")
+    assert reply.status == 200
+    assert reply.json["usage"]["prompt_tokens"] > 5
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff\xfe{}", b'{"prompt": NaN}', b'{"prompt":', b"[1, 2", b"{}", 5, None])
+def test_bad_bodies(frontend: Frontend, value: Any) -> None:
+    """B179, B197, B277."""
+    reply = frontend.ask(value)
+    assert reply.status == 400
+    assert reply.json["error"]["type"] == "invalid_request_error"
+
+
+# --- errors that are nobody's mistake
+
+
+def test_retry_after_is_passed_on(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise QueueFull("the queue is full")
+
+    monkeypatch.setattr(llama_handler, "build_job", full)
+    reply = frontend.ask({"prompt": "x"})
+    assert (reply.status, reply.phrase) == (429, "Too Many Requests")
+    assert reply.headers["Retry-After"] == "1"
+
+
+@pytest.mark.parametrize("broken", ["parse_body", "build_job"])
+def test_bug_while_reading_is_a_500_of_that_request(
+    frontend: Frontend, answers: Sequence[str], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    good = frontend.send("good", {"prompt": PROMPTS[6], "stream": True, **GREEDY})
+    frontend.poll()
+
+    def fail(*_: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(llama_handler, broken, fail)
+    bad = frontend.send("bad", {"prompt": "x"})
+    frontend.finish()
+    assert (bad.status, bad.json["error"]["type"]) == (500, "internal_error")
+    assert "a bug" not in bad.data.decode()
+    assert "".join(event.get("delta", "") for event in good.events) == answers[6]
+
+
+def test_bug_while_writing_is_a_500_of_that_request(
+    frontend: Frontend, answers: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = (frontend.send(name, {"prompt": PROMPTS[7], **GREEDY}) for name in ("bad", "good"))
+    frontend.handler._admit_all = None  # type: ignore[attr-defined]
+    monkeypatch.setattr(llama_handler, "POLL_S", 0.0)
+    jobs = frontend.handler.jobs
+    add = jobs.add
+
+    def sabotage(job: Any) -> None:
+        if job.job_id == "bad":
+            job.body = None  # can't be called
+        add(job)
+
+    monkeypatch.setattr(jobs, "add", sabotage)
+    frontend.finish()
+    assert bad.status == 500
+    assert good.json["generation"] == answers[7]
+
+
+def test_non_finite_logits_fail_that_request_alone(
+    frontend: Frontend, answers: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B005."""
+    engine = engine_of(frontend)
+    forward = engine.model.forward
+
+    def poisoned(batch: Any, cache: Any) -> Any:
+        logits = forward(batch, cache)
+        if logits is not None:
+            logits[batch.tokens[batch.logit_rows] == 77] = torch.nan
+        return logits
+
+    monkeypatch.setattr(engine.model, "forward", poisoned)
+    bad = frontend.send("bad", {"prompt": [77], **GREEDY})
+    good = frontend.send("good", {"prompt": PROMPTS[8], **GREEDY})
+    frontend.finish()
+    assert bad.status == 500
+    assert good.json["generation"] == answers[8]
+
+
+def test_before_a_model_is_loaded_nothing_is_raised() -> None:
+    handler = LlamaHandler()
+    context = SimpleNamespace(request_ids={0: "a"}, get_request_id=lambda i: "a", get_all_request_header=lambda i: {})
+    statuses: list[int] = []
+    context.set_response_status = lambda code, phrase, i: statuses.append(code)
+    context.set_response_content_type = lambda i, value: None
+    (reply,) = handler.handle([{"body": b"{}"}], context)
+    assert statuses == [500]
+    assert b"not loaded" in bytes(reply)  # type: ignore[arg-type]
+
+
+# --- loading
+
+
+def load_error(folder: Path, config: dict[str, Any]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        Frontend(archive(folder, config))
+    message = str(caught.value)
+    assert message.startswith("llama2 can't be served: ")
+    return message.removeprefix("llama2 can't be served: ")
+
+
+def test_missing_checkpoint(tmp_path: Path) -> None:
+    """B008, B015, B016: one line that names the directory."""
+    message = load_error(tmp_path, configuration(tmp_path / "nowhere"))
+    assert len(message.splitlines()) == 1
+    assert str(tmp_path / "nowhere") in message
+    (tmp_path / "empty").mkdir()
+    message = load_error(tmp_path, configuration(tmp_path / "empty"))
+    assert len(message.splitlines()) == 1
+    assert "no model in this directory" in message
+
+
+def test_unknown_key(tmp_path: Path, checkpoint: Path) -> None:
+    """B017."""
+    message = load_error(tmp_path, configuration(checkpoint, temprature=0.5))
+    assert len(message.splitlines()) == 1
+    assert "temprature" in message
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path, checkpoint: Path) -> None:
+    config = configuration(checkpoint, temperature=7, dtype="int3") | {"continuousBatching": False}
+    lines = load_error(tmp_path, config).splitlines()
+    assert len(lines) == 3
+    for key in ("temperature", "dtype", "continuousBatching"):
+        assert sum(key in line for line in lines) == 1
+
+
+def test_checkpoint_inside_the_archive(tmp_path: Path, checkpoint: Path) -> None:
+    """B145: a relative path is one inside the archive."""
+    (tmp_path / "weights").symlink_to(checkpoint)
+    frontend = Frontend(archive(tmp_path, configuration(Path("weights"))))
+    try:
+        assert frontend.ask({"prompt": "x", **GREEDY}).status == 200
+    finally:
+        frontend.close()
+
+
+# --- what TorchServe and torchrun need
+
+
+def test_module_holds_one_class() -> None:
+    """TorchServe takes the only class it finds."""
+    assert list_classes_from_module(llama_handler) == [LlamaHandler]
+
+
+def test_bodies_are_left_to_the_handler(server: Frontend) -> None:
+    assert os.environ["TS_DECODE_INPUT_REQUEST"] == "false"
+
+
+def test_nothing_of_a_request_is_logged(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B280: neither prompts nor answers, also of requests that fail."""
+    for name in LOGGERS:
+        caplog.set_level(logging.DEBUG, name)
+    texts = [frontend.ask({"prompt": "xylophone zebra", "stream": s, **GREEDY}) for s in (False, True)]
+    answer = texts[0].json["generation"]
+    assert len(answer) > 8
+    frontend.ask({"prompt": "xylophone zebra", "temperature": 9})
+    frontend.ask(b'{"prompt": "xylophone zebra"')
+    frontend.ask({"dialog": [{"role": "user", "content": "xylophone zebra [INST]"}]})
+    monkeypatch.setattr(llama_handler, "build_job", lambda *_: 1 / 0)
+    frontend.ask({"prompt": "xylophone zebra"})
+    logged = [record for record in caplog.records if record.levelno >= logging.INFO]
+    assert any("failed while it was read" in record.getMessage() for record in logged)
+    formatter = logging.Formatter()
+    for record in logged:
+        line = formatter.format(record)
+        assert "xylophone" not in line
+        assert answer not in line
+
+
+def test_other_ranks_read_until_the_frontend_closes() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"I" * 100_000)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(SystemExit) as caught:
+            drain(ours)
+        assert caught.value.code == 0
+        ours.setblocking(False)
+        assert ours.recv(1) == b""
+
+
+def test_other_ranks_answer_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B022: rank 0 alone replies."""
+    handler = LlamaHandler()
+    handler.rank = 1
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.close()
+        with pytest.raises(SystemExit):
+            handler.handle([{"body": b"{}"}], SimpleNamespace(cl_socket=ours))
