@@ -17,7 +17,7 @@ from enum import Enum
 
 from generation.types import Output
 
-from .errors import InternalError, RequestError
+from .errors import InternalError, RequestError, TooLarge
 from .native_api import Job
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class JobTable:
                 f"the reply has {len(body)} bytes, expected at most {self._max_bytes} (max_reply_bytes): ask for a "
                 "stream, for fewer prompts or for fewer top_logprobs"
             )
-            return Piece(error.json(), part, job.content_type) if entry.head_sent else failure(error)
+            return dataclasses.replace(failure(error), part=part)
         if job.stream:
             return Piece((job.take_events() or ": waiting\n\n").encode("utf-8"), Part.MORE, job.content_type)
         return Piece(b" ", Part.MORE, job.content_type)  # JSON may begin with blanks

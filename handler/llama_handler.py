@@ -18,7 +18,7 @@ from handler.native_api import build_job
 from handler.request import parse_body
 from handler.serving import Serving, start_serving
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("handler.llama_handler")  # TorchServe imports this file as a module of its own
 
 POLL_S = 0.05
 """Longest wait of one poll. New requests come only with the next one, so a longer wait would delay them."""

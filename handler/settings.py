@@ -118,7 +118,7 @@ class HandlerSettings(BaseModel):
     stream_interval: float = Field(0.05, ge=0, le=10, description=f"{_SECONDS} between 0 and 10")
     """Seconds for which new text is gathered before it is sent; 0 sends each token by itself."""
     max_reply_bytes: int = _count(6_500_000)
-    """Most bytes of a reply that isn't streamed: a larger one than the frontend's max_response_size hangs its client."""
+    """Most bytes of a reply that isn't streamed; one beyond the frontend's max_response_size would hang its client."""
     served_model_name: str | None = Field(None, min_length=1, description="a non-empty string")
     log_prompts: bool = Field(False, description=_BOOL)
 

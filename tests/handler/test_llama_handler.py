@@ -7,10 +7,10 @@ import logging
 import os
 import socket
 import struct
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from ts.service import Service
 from ts.utils.util import list_classes_from_module
 
 from generation import load, text_completion
+from generation.engine_thread import EngineThread
 from handler import llama_handler, serving
 from handler.errors import QueueFull
 from handler.llama_handler import LlamaHandler, drain
@@ -55,6 +56,7 @@ def process() -> Iterator[None]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serving, "die_with_parent", lambda: None)
+        patch.setattr(serving, "EngineThread", partial(EngineThread, die=lambda code: None))
         patch.setenv("TS_DECODE_INPUT_REQUEST", "true")  # so that it is put back too
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             patch.delenv(name, raising=False)
@@ -164,6 +166,8 @@ class Frontend:
         end = time.monotonic() + 60
         while self.open:
             assert time.monotonic() < end, f"no answer to {list(self.open)}"
+            assert self.handler.serving is not None
+            assert self.handler.serving.thread._thread.is_alive()
             self.poll()
 
     def ask(self, value: Any, **how: Any) -> Reply:
@@ -366,8 +370,6 @@ def test_bug_while_writing_is_a_500_of_that_request(
     frontend: Frontend, answers: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad, good = (frontend.send(name, {"prompt": PROMPTS[7], **GREEDY}) for name in ("bad", "good"))
-    frontend.handler._admit_all = None  # type: ignore[attr-defined]
-    monkeypatch.setattr(llama_handler, "POLL_S", 0.0)
     jobs = frontend.handler.jobs
     add = jobs.add
 
@@ -395,7 +397,7 @@ def test_non_finite_logits_fail_that_request_alone(
             logits[batch.tokens[batch.logit_rows] == 77] = torch.nan
         return logits
 
-    monkeypatch.setattr(engine.model, "forward", poisoned)
+    monkeypatch.setattr(engine.model, "forward", torch.inference_mode()(poisoned))
     bad = frontend.send("bad", {"prompt": [77], **GREEDY})
     good = frontend.send("good", {"prompt": PROMPTS[8], **GREEDY})
     frontend.finish()

@@ -12,7 +12,7 @@ import requests
 
 from generation import chat_completion, generate, text_completion
 from generation.chat_format import chat_format_for
-from tests.server.conftest import Server, serving
+from tests.server.conftest import Server, serving, until
 from tests.sse import read_stream
 
 DIALOG = [
@@ -226,4 +226,5 @@ def test_reply_larger_than_allowed(tiny_checkpoint: Path) -> None:
         assert reply.status_code == 413
         assert "at most 3000" in reply.json()["error"]["message"]
         assert server.ask({"prompt": "hello-from-the-log", "max_gen_len": 5})
-        assert "hello-from-the-log" in (server.run.logs / "model_log.log").read_text(encoding="utf-8")
+        log = server.run.logs / "model_log.log"
+        until(lambda: "hello-from-the-log" in log.read_text(encoding="utf-8"), timeout=10)
