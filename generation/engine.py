@@ -34,6 +34,8 @@ class EngineSettings:
     """Most sequences in one step."""
     prefill_chunk: int = 512
     """Most prompt tokens in one step."""
+    prefix_cache: bool = True
+    """Whether sequences that begin alike share their cache."""
 
 
 @dataclass
@@ -59,7 +61,12 @@ class Engine:
         self.settings = settings
         n_blocks = blocks_for(settings.kv_cache_tokens) + 1
         self.cache = KVCache(model.config, model.shard, n_blocks, model.dtype, model.device)
-        self.scheduler = Scheduler(n_blocks, max_seqs=settings.max_seqs, prefill_chunk=settings.prefill_chunk)
+        self.scheduler = Scheduler(
+            n_blocks,
+            max_seqs=settings.max_seqs,
+            prefill_chunk=settings.prefill_chunk,
+            prefix_cache=settings.prefix_cache,
+        )
         self.max_seq_len = min(model.max_seq_len, (n_blocks - 1) * BLOCK_TOKENS)
         self.steps = 0
         self.last_step: float | None = None
@@ -180,8 +187,6 @@ class Engine:
         return self._compute(plan)
 
     def _compute(self, plan: StepPlan) -> torch.Tensor | None:
-        if len(plan.scrub):
-            self.cache.scrub(torch.from_numpy(plan.scrub).to(self.model.device, torch.int64))
         if len(plan.tokens) == 0:
             return None
         arrays = (plan.tokens, plan.starts, plan.counts, plan.blocks, plan.logit_rows)
@@ -191,7 +196,7 @@ class Engine:
     def _commit(self, scheduled: Scheduled, logits: torch.Tensor | None) -> list[Output]:
         """Record what the step computed, and the chosen tokens."""
         for sequence, count in zip(scheduled.sequences, scheduled.plan.counts.tolist(), strict=True):
-            sequence.computed += count
+            self.scheduler.computed(sequence, count)
         if logits is None:
             return []
         self._score_prompts(scheduled, logits)
@@ -258,6 +263,7 @@ class Engine:
             logprobs=[logprob for _, logprob in sent if logprob is not None],
             prompt_logprobs=sequence.prompt_logprobs if first else None,
             prompt_tokens=sequence.n_prompt,
+            cached_tokens=sequence.cached,
             completion_tokens=sequence.n_generated,
         )
         sequence.sent += 1
@@ -277,7 +283,7 @@ class Engine:
         return output
 
     def _drop(self, sequence: Sequence, reason: FinishReason) -> None:
-        self.scheduler.remove(sequence, scrub=reason not in ("stop", "length"))
+        self.scheduler.remove(sequence)
         del self._sequences[sequence.request.request_id]
         self.finished[reason] = self.finished.get(reason, 0) + 1
 

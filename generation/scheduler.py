@@ -15,28 +15,8 @@ import numpy as np
 
 from model.kv_cache import BLOCK_TOKENS
 
+from .block_pool import BlockPool, extend_hashes
 from .types import Sequence, StepPlan
-
-
-class BlockPool:
-    """The free cache blocks, by number. Block 0 belongs to nobody."""
-
-    def __init__(self, n_blocks: int) -> None:
-        self.total = n_blocks - 1
-        self._free = list(range(n_blocks - 1, 0, -1))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self, n: int) -> list[int] | None:
-        """`n` blocks, or None where there are fewer."""
-        if n > len(self._free):
-            return None
-        return [self._free.pop() for _ in range(n)]
-
-    def give_back(self, blocks: Iterable[int]) -> None:
-        self._free.extend(blocks)
 
 
 @dataclass(frozen=True)
@@ -57,14 +37,14 @@ def blocks_for(tokens: int) -> int:
 class Scheduler:
     """Waiting and running sequences and their cache blocks."""
 
-    def __init__(self, n_blocks: int, *, max_seqs: int, prefill_chunk: int) -> None:
+    def __init__(self, n_blocks: int, *, max_seqs: int, prefill_chunk: int, prefix_cache: bool = True) -> None:
         self.pool = BlockPool(n_blocks)
         self.max_seqs = max_seqs
         self.prefill_chunk = prefill_chunk
+        self.prefix_cache = prefix_cache
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self._scrub: list[int] = []
 
     @property
     def busy(self) -> bool:
@@ -73,14 +53,12 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence, *, scrub: bool = False) -> None:
-        """Take a sequence out, wherever it is; `scrub` zeroes its blocks, which may hold numbers that aren't finite."""
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
-        if scrub:
-            self._scrub += sequence.blocks
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
@@ -99,21 +77,65 @@ class Scheduler:
             if count and self._reserve(sequence, sequence.computed + count):
                 chosen.append((sequence, count))
                 budget -= 0 if missing == 1 else count
-        while self.waiting and budget > 0 and len(self.running) < self.max_seqs:
-            sequence = self.waiting[0]
-            blocks = self.pool.take(blocks_for(len(sequence.ids)))
-            if blocks is None:
-                break
-            self.waiting.popleft()
-            self.running.append(sequence)
-            sequence.blocks = blocks
-            count = min(len(sequence.ids), budget)
-            budget -= count
-            chosen.append((sequence, count))
+        chosen += self._admit(budget)
         chosen = [(s, n) for s, n in chosen if s in self.running]
         chosen.sort(key=lambda pair: pair[1] > 1)  # single tokens first: they are attended as one block of rows
-        scrub, self._scrub = self._scrub, []
-        return _scheduled(chosen, scrub)
+        return _scheduled(chosen)
+
+    def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Let waiting sequences run, first come, first served, while budget and blocks last."""
+        chosen = []
+        coming = self._coming()
+        for sequence in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.max_seqs:
+                break
+            known = self._known(sequence)
+            hashes = sequence.hashes
+            if len(known) < len(hashes) and hashes[len(known)] in coming:
+                continue  # what it begins with is being computed: it will find it there
+            self.pool.share(known)
+            blocks = self.pool.take(blocks_for(len(sequence.ids)) - len(known))
+            if blocks is None:
+                self.pool.give_back(known)
+                break
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            sequence.blocks = known + blocks
+            sequence.computed = len(known) * BLOCK_TOKENS
+            if sequence.n_generated == 0:
+                sequence.cached = sequence.computed
+            coming.update(hashes[len(known) :])
+            count = min(len(sequence.ids) - sequence.computed, budget)
+            budget -= count
+            chosen.append((sequence, count))
+        self.running.sort(key=lambda s: s.order)
+        return chosen
+
+    def _known(self, sequence: Sequence) -> list[int]:
+        """Blocks that hold the sequence's beginning already; its last token is always left to compute."""
+        if not self.prefix_cache or sequence.request.params.prompt_logprobs:
+            return []  # a prompt that is scored needs the logits of all its tokens
+        extend_hashes(sequence.hashes, sequence.ids)
+        return self.pool.find(sequence.hashes[: (len(sequence.ids) - 1) // BLOCK_TOKENS])
+
+    def _coming(self) -> set[bytes]:
+        """Hashes of the blocks that running sequences are about to fill with their prompts."""
+        found: set[bytes] = set()
+        for sequence in self.running:
+            if sequence.computed < len(sequence.ids) - 1:
+                found.update(sequence.hashes[sequence.computed // BLOCK_TOKENS :])
+        return found
+
+    def computed(self, sequence: Sequence, count: int) -> None:
+        """`count` more tokens of a sequence are in the cache; the blocks they filled can be found from now on."""
+        first = sequence.computed // BLOCK_TOKENS
+        sequence.computed += count
+        last = sequence.computed // BLOCK_TOKENS
+        if not self.prefix_cache or first == last:
+            return
+        extend_hashes(sequence.hashes, sequence.ids)
+        for i in range(first, last):
+            self.pool.learn(sequence.blocks[i], sequence.hashes[i])
 
     def _reserve(self, sequence: Sequence, length: int) -> bool:
         """Blocks for `length` tokens, taken from the youngest others if need be; False: it was preempted itself."""
@@ -131,7 +153,7 @@ class Scheduler:
                 return False
 
 
-def _scheduled(chosen: list[tuple[Sequence, int]], scrub: list[int]) -> Scheduled:
+def _scheduled(chosen: list[tuple[Sequence, int]]) -> Scheduled:
     """The plan for (sequence, how many of its next tokens) pairs."""
     tokens: list[int] = []
     rows: list[tuple[Sequence, int]] = []
@@ -152,7 +174,6 @@ def _scheduled(chosen: list[tuple[Sequence, int]], scrub: list[int]) -> Schedule
         counts=np.array([n for _, n in chosen], dtype=np.int32),
         blocks=blocks,
         logit_rows=np.array(logit_rows, dtype=np.int32),
-        scrub=np.array(scrub, dtype=np.int32),
     )
     return Scheduled(plan, [s for s, _ in chosen], rows)
 

@@ -158,6 +158,8 @@ class Output:
     finish_reason: FinishReason | None = None
     error: str | None = None
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that did not have to be computed."""
     completion_tokens: int = 0
     """Tokens generated so far, over all outputs."""
 
@@ -175,6 +177,10 @@ class Sequence:
     computed: int = 0
     """How many of `ids` have their keys and values in the cache."""
     blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    """Of each full block of `ids`, see `block_pool.extend_hashes`."""
+    cached: int = 0
+    """Prompt tokens that were found in the cache."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     unsent: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)
     """Generated tokens whose text is not certain yet."""
@@ -212,26 +218,24 @@ class StepPlan:
     """(S, B) cache blocks of each sequence from its first token on, padded with 0."""
     logit_rows: np.ndarray
     """(R,) which of the T tokens need logits, rising within a sequence."""
-    scrub: np.ndarray
-    """(Z,) cache blocks to be zeroed before anything is written."""
     stop: bool = False
 
     def encode(self) -> np.ndarray:
-        """The plan as one int32 vector: six numbers, then the arrays."""
+        """The plan as one int32 vector: five numbers, then the arrays."""
         s, b = self.blocks.shape
-        head = [len(self.tokens), s, b, len(self.logit_rows), len(self.scrub), self.stop]
-        arrays = (self.tokens, self.starts, self.counts, self.blocks.ravel(), self.logit_rows, self.scrub)
+        head = [len(self.tokens), s, b, len(self.logit_rows), self.stop]
+        arrays = (self.tokens, self.starts, self.counts, self.blocks.ravel(), self.logit_rows)
         return np.concatenate((np.array(head, dtype=np.int32), *arrays))
 
     @classmethod
     def decode(cls, data: np.ndarray) -> StepPlan:
         """The inverse of `encode`; anything after the plan's own numbers is ignored."""
-        t, s, b, r, z, stop = (int(x) for x in data[:6])
-        ends = np.cumsum([6, t, s, s, s * b, r, z])
-        tokens, starts, counts, blocks, rows, scrub = (data[i:j] for i, j in itertools.pairwise(ends))
-        return cls(tokens, starts, counts, blocks.reshape(s, b), rows, scrub, bool(stop))
+        t, s, b, r, stop = (int(x) for x in data[:5])
+        ends = np.cumsum([5, t, s, s, s * b, r])
+        tokens, starts, counts, blocks, rows = (data[i:j] for i, j in itertools.pairwise(ends))
+        return cls(tokens, starts, counts, blocks.reshape(s, b), rows, bool(stop))
 
     @classmethod
     def empty(cls, *, stop: bool = False) -> StepPlan:
         none = np.zeros(0, dtype=np.int32)
-        return cls(none, none, none, np.zeros((0, 0), dtype=np.int32), none, none, stop)
+        return cls(none, none, none, np.zeros((0, 0), dtype=np.int32), none, stop)

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 FIRST_SIGN_OF_LIFE_S = 2.0
 """A request this old gets its head and a blank even without output: only so is a closed connection noticed."""
 SIGN_OF_LIFE_S = 1.0
+ABANDONED_S = 3.0
+"""The frontend stops polling when the last client leaves. Without a poll for so long, nobody waits any more."""
 
 
 class Part(Enum):
@@ -87,6 +89,8 @@ class JobTable:
         self._max_bytes = max_reply_bytes
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
+        self._polled: float | None = None
+        """When the last poll ended; None during one."""
         self._changed = threading.Condition()
 
     def __contains__(self, job_id: str) -> bool:
@@ -100,16 +104,34 @@ class JobTable:
             self._entries[job.job_id] = _Entry(job, self._clock())
 
     def deliver(self, outputs: list[Output]) -> None:
-        """Hand the engine's outputs to their jobs; those of jobs that have left are dropped."""
+        """Hand the engine's outputs to their jobs; those of jobs that have left are dropped.
+
+        Cancels all jobs when the frontend has stopped polling, as it does when the last client leaves.
+        """
         with self._changed:
             for output in outputs:
                 entry = self._entries.get(output.request_id.rpartition("/")[0])
                 if entry is not None:
-                    entry.job.add(output)
+                    self._add(entry.job, output)
             self._changed.notify()
+            abandoned = self._polled is not None and self._clock() - self._polled > ABANDONED_S
+        if abandoned:
+            self.cancel_missing(())
+
+    def _add(self, job: Job, output: Output) -> None:
+        try:
+            job.add(output)
+        except Exception:  # in the engine's thread it would end the process, with every other request
+            logger.exception("an output of request %s can't be taken in", job.job_id)
+            job.fail(InternalError("the server failed on this request; its log says why"))
+
+    def rest(self) -> None:
+        """A poll has ended. While jobs are open the next one follows at once."""
+        self._polled = self._clock()
 
     def cancel_missing(self, present: Collection[str]) -> None:
         """Cancel the jobs that the frontend no longer asks for: their clients have left."""
+        self._polled = None
         with self._changed:
             gone = [job_id for job_id in self._entries if job_id not in present]
             entries = [self._entries.pop(job_id) for job_id in gone]

@@ -71,6 +71,7 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
         if not answered:
             self.jobs.wait(POLL_S)
         pieces = {index: answered.get(index) or self.jobs.take(job_id) for index, job_id in ids.items()}
+        self.jobs.rest()
         return _reply(pieces, context)
 
     def _admit(self, data: list[dict[str, Any]], context: Any, ids: dict[int, str]) -> dict[int, Piece]:

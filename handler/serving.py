@@ -60,7 +60,15 @@ def start_serving(
         progress=_log_progress,
     )
     tokens = agreed_cache_tokens(model, settings.kv_cache_tokens, settings.kv_cache_memory)
-    engine = Engine(model, EngineSettings(tokens, max_seqs=settings.max_seqs, prefill_chunk=settings.prefill_chunk))
+    engine = Engine(
+        model,
+        EngineSettings(
+            tokens,
+            max_seqs=settings.max_seqs,
+            prefill_chunk=settings.prefill_chunk,
+            prefix_cache=settings.prefix_cache,
+        ),
+    )
     _warm_up(engine)
     context = ServingContext(
         tokenizer=tokenizer,

@@ -29,11 +29,6 @@ class KVCache:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
-    def scrub(self, blocks: torch.Tensor) -> None:
-        """Zero the given blocks: what a failed request left there must not reach the next one (0 * NaN is NaN)."""
-        for cache in (self.keys, self.values):
-            cache.view(cache.shape[0], self.n_blocks, -1).index_fill_(1, blocks, 0)
-
 
 def bytes_per_token(config: ModelConfig, shard: Shard, dtype: torch.dtype) -> int:
     """Cache bytes that one token takes on this rank."""
@@ -53,9 +48,13 @@ class DecodeGroup:
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """(B * L,) cache rows, each sequence padded to L = N * BLOCK_TOKENS."""
+        """(B * L,) cache rows, each sequence padded to L = N * BLOCK_TOKENS.
+
+        Padding is row 0, which is always zero: what others left in a block must not be read, as 0 * NaN is NaN.
+        """
         offsets = torch.arange(BLOCK_TOKENS, device=self.blocks.device)
-        return (self.blocks.long()[:, :, None] * BLOCK_TOKENS + offsets).flatten()
+        rows = (self.blocks.long()[:, :, None] * BLOCK_TOKENS + offsets).flatten(1)
+        return rows.masked_fill(~self.mask[:, 0, 0], 0).flatten()
 
     @cached_property
     def mask(self) -> torch.Tensor:

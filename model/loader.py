@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def resolve_device(device: str, local_rank: int) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         return torch.device("cpu")
-    if device.partition(":")[0] != "cuda":
+    if not re.fullmatch(r"cuda(:\d+)?", device):
         raise CheckpointError(f"device is {device!r}, expected auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count()
     index = int(device.partition(":")[2] or local_rank)
@@ -85,6 +86,7 @@ def load_model(
         raise CheckpointError(f"quantization is {quantization!r}: only none is available in this version")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = resolve_device(device, local_rank)
+    chosen_dtype = resolve_dtype(dtype, chosen)
     if chosen.type == "cpu":
         torch.set_num_threads(cpu_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     source = open_checkpoint(checkpoint, tokenizer_path, params_path)
@@ -99,7 +101,7 @@ def load_model(
         if max_seq_len is not None and max_seq_len < 1:
             raise CheckpointError(f"max_seq_len is {max_seq_len}, expected at least 1")
         comm = comm or init_communicator(chosen)
-        model = Llama(config, comm, resolve_dtype(dtype, chosen), chosen, max_seq_len or config.max_seq_len)
+        model = Llama(config, comm, chosen_dtype, chosen, max_seq_len or config.max_seq_len)
         load_weights(model, source, progress)
     finally:
         source.close()

@@ -32,12 +32,17 @@ def summarize(streams: list[Stream], prompt_tokens: int) -> dict[str, Any]:
 
     Decoding is measured from when the last stream got its first token to when the first stream ended, prefill
     from the start to when the last stream got its first token. Times in ms, rates in tokens/s.
+
+    Raises:
+        ValueError: a stream got no tokens, or all of them before another one got its first.
     """
     if not all(s.arrivals for s in streams):
         raise ValueError("a stream got no tokens")
     start = min(s.start for s in streams)
     all_began = max(s.arrivals[0][0] for s in streams)
     first_end = min(s.arrivals[-1][0] for s in streams)
+    if first_end <= all_began:
+        raise ValueError("the streams never decode at the same time: ask for more new tokens")
     decoded = sum(n for s in streams for t, n in s.arrivals if all_began < t <= first_end)
     gaps = [
         (t - before) * 1000 / n

@@ -220,7 +220,7 @@ typedef struct {
 
 static inline void softmax(float *scores, int64_t n) {
     float top = scores[0];
-    for (int64_t i = 1; i < n; i++) top = scores[i] > top || scores[i] != scores[i] ? scores[i] : top;
+    for (int64_t i = 1; i < n; i++) top = scores[i] > top ? scores[i] : top;
     float total = 0;
     for (int64_t i = 0; i < n; i += LANES) {
         const int64_t count = n - i < LANES ? n - i : LANES;

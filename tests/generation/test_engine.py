@@ -240,3 +240,59 @@ def test_first_come_first_served(model: Llama) -> None:
     while engine.busy:
         ended += [o.request_id for o in engine.step() if o.finish_reason]
     assert ended == ["0", "1", "2", "3"]
+
+
+def test_second_turn_computes_only_what_is_new(model: Llama) -> None:
+    """A prompt that begins like an earlier one, its answer included, finds those blocks in the cache."""
+    engine = make_engine(model)
+    first = prompts(1, seed=1, longest=90)[0] + list(range(3, 53))
+    engine.submit(Request("1", first, SamplingParams(**(GREEDY | {"max_tokens": 30}))))
+    said = ids_of(finish(engine)["1"])
+    second = [*first, *said, 7, 8, 9]
+    engine.submit(Request("2", second, SamplingParams(**GREEDY)))
+    outputs = finish(engine)["2"]
+    assert ids_of(outputs) == answer(model, second)
+    whole = (len(first) + len(said) - 1) // 16 * 16  # the last token said was never computed
+    assert outputs[0].cached_tokens == whole > len(first) - 16
+    assert_empty(engine)
+
+
+def test_choices_share_the_prompt(model: Llama) -> None:
+    """The same prompt many times at once is computed once."""
+    engine = make_engine(model, kv_cache_tokens=16 * 30, prefill_chunk=32)
+    prompt = list(range(5, 165))
+    for i in range(8):
+        engine.submit(Request(str(i), prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=10, ignore_eos=True)))
+    outputs = finish(engine)
+    assert [outputs[str(i)][0].cached_tokens for i in range(8)] == [0] + [144] * 7
+    for i in range(8):
+        assert ids_of(outputs[str(i)]) == answer(model, prompt, temperature=1.0, seed=i, max_tokens=10)
+    assert_empty(engine)
+
+
+def test_shared_beginnings_are_evicted_when_needed(model: Llama) -> None:
+    engine = make_engine(model, kv_cache_tokens=16 * 12)
+    asked = [[3 + i] * 100 for i in range(6)] * 3
+    for i, prompt in enumerate(asked):
+        engine.submit(Request(str(i), prompt, SamplingParams(**GREEDY)))
+        assert ids_of(finish(engine)[str(i)]) == answer(model, prompt)
+    assert_empty(engine)
+
+
+def test_scored_prompt_is_computed_whole(model: Llama) -> None:
+    engine = make_engine(model)
+    prompt = list(range(5, 105))
+    params = SamplingParams(**(GREEDY | {"logprobs": True, "prompt_logprobs": True}))
+    for i in range(2):
+        engine.submit(Request(str(i), prompt, params))
+        outputs = finish(engine)[str(i)]
+        assert outputs[0].cached_tokens == 0
+        assert outputs[0].prompt_logprobs is not None
+        assert len(outputs[0].prompt_logprobs) == 99
+
+
+def test_prefix_cache_can_be_off(model: Llama) -> None:
+    engine = make_engine(model, prefix_cache=False)
+    for i in range(2):
+        engine.submit(Request(str(i), list(range(5, 105)), SamplingParams(**GREEDY)))
+        assert finish(engine)[str(i)][0].cached_tokens == 0

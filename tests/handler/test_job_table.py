@@ -3,62 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from generation.types import FinishReason, Output, Request, SamplingParams
-from handler import job_table
+from generation.types import Output
 from handler.errors import InternalError, InvalidRequest, QueueFull
-from handler.job_table import JobTable, Part, Piece, failure
-from handler.native_reply import Choice, Job
-from model.tokenizer import Tokenizer
+from handler.job_table import Part, Piece, failure
+from tests.handler.desk import INTERVAL, Desk
 
-INTERVAL = 0.1
-NO_TOKENIZER = cast(Tokenizer, None)  # asked only for the texts of alternatives
 JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream; charset=utf-8"
 DONE = "data: [DONE]\n\n"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Desk:
-    """A table with a clock that stands still, and what it canceled."""
-
-    def __init__(self, stream_interval: float = INTERVAL) -> None:
-        self.clock = Clock()
-        self.canceled: list[str] = []
-        self.table = JobTable(self.canceled.append, stream_interval=stream_interval, clock=self.clock)
-
-    def add(self, job_id: str, *, stream: bool = False, choices: int = 1) -> Job:
-        job = make_job(job_id, stream=stream, choices=choices)
-        self.table.add(job)
-        return job
-
-    def deliver(
-        self, job_id: str, text: str = "", reason: FinishReason | None = None, *, choice: int = 0, error: str = ""
-    ) -> None:
-        output = Output(f"{job_id}/{choice}", [5], text, [text], finish_reason=reason, error=error or None)
-        self.table.deliver([output])
-
-    def take_at(self, seconds: float, job_id: str) -> Piece | None:
-        """What is sent `seconds` after the start."""
-        self.clock.now = 1000 + seconds
-        return self.table.take(job_id)
-
-
-def make_job(job_id: str, *, stream: bool, choices: int = 1) -> Job:
-    requests = [Request(f"{job_id}/{i}", [1, 2, 3], SamplingParams()) for i in range(choices)]
-    items = [Choice(i, request, NO_TOKENIZER, None) for i, request in enumerate(requests)]
-    return Job(job_id, stream, chat=False, many=choices > 1, choices=items)
 
 
 def sent(piece: Piece | None) -> Piece:
@@ -293,111 +248,6 @@ def test_reply_that_cannot_be_written_fails_alone(
     assert json.loads(piece.data)["error"]["type"] == "internal_error"
     assert len(desk.table) == 0
     assert sorted(desk.canceled) == ["a/0", "a/1"]
-
-
-# --- waiting
-
-
-def wait_in_thread(table: JobTable, timeout: float, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Start `table.wait` in a thread and return once it rests; the result joins it."""
-    resting = threading.Event()
-    condition = table._changed
-    rest = condition.wait
-
-    def noticed(timeout: float | None = None) -> bool:
-        resting.set()  # with the lock held, which `rest` lets go of
-        return rest(timeout)
-
-    monkeypatch.setattr(condition, "wait", noticed)
-    thread = threading.Thread(target=table.wait, args=(timeout,), daemon=True)
-    thread.start()
-    assert resting.wait(30)
-
-    def join() -> None:
-        thread.join(30)
-        assert not thread.is_alive()
-
-    return join
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_wait_ends_when_something_is_due(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = JobTable(lambda request_id: None, stream_interval=INTERVAL)
-    table.add(make_job("a", stream=stream))
-    monkeypatch.setattr(job_table, "FIRST_SIGN_OF_LIFE_S", 1000.0)
-    join = wait_in_thread(table, 1000, monkeypatch)
-    table.deliver([Output("a/0", [5], "x", ["x"], finish_reason=None if stream else "stop")])
-    join()
-    assert table.take("a") is not None
-
-
-def test_wait_goes_on_while_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = JobTable(lambda request_id: None, stream_interval=INTERVAL)
-    table.add(make_job("a", stream=False))
-    monkeypatch.setattr(job_table, "FIRST_SIGN_OF_LIFE_S", 1000.0)
-    join = wait_in_thread(table, 1000, monkeypatch)
-    table.deliver([Output("a/0", [5], "x", ["x"])])  # more will come
-    assert table.take("a") is None
-    table.deliver([Output("a/0", [6], "y", ["y"], finish_reason="stop")])
-    join()
-
-
-def test_wait_does_not_rest_when_something_is_due(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk.table._changed, "wait", lambda timeout: pytest.fail("rested"))
-    desk.add("a")
-    desk.deliver("a", "x", "stop")
-    desk.table.wait(1000)
-    desk.add("b", stream=True)
-    desk.deliver("b", "x")
-    desk.table.take("a")
-    desk.table.wait(1000)
-    desk.table.take("b")
-    desk.add("c")
-    desk.clock.now += 2
-    desk.table.wait(1000)
-
-
-@pytest.mark.parametrize(
-    ("prepare", "timeout", "rest"),
-    [
-        (lambda desk: None, 0.5, 0.5),
-        (lambda desk: desk.add("a"), 0.5, 0.5),
-        (lambda desk: desk.add("a"), 5, 2),
-        (lambda desk: (desk.add("a"), desk.take_at(2, "a")), 5, 1),
-        (lambda desk: (desk.add("a", stream=True), desk.deliver("a", "x"), desk.table.take("a")), 5, 1),
-        (
-            lambda desk: (
-                desk.add("a", stream=True),
-                desk.deliver("a", "x"),
-                desk.table.take("a"),
-                desk.deliver("a", "y"),
-            ),
-            5,
-            INTERVAL,
-        ),
-    ],
-    ids=["empty", "timeout", "first sign", "next sign", "silent stream", "interval"],
-)
-def test_wait_rests_until_the_next_piece_or_the_timeout(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Desk], Any], timeout: float, rest: float
-) -> None:
-    rests: list[float] = []
-
-    def pass_time(seconds: float) -> None:
-        rests.append(seconds)
-        desk.clock.now += seconds
-
-    monkeypatch.setattr(desk.table._changed, "wait", pass_time)
-    prepare(desk)
-    desk.table.wait(timeout)
-    assert rests == [pytest.approx(rest)]
-
-
-def test_wait_ends_by_the_timeout() -> None:
-    table = JobTable(lambda request_id: None, stream_interval=INTERVAL)
-    table.add(make_job("a", stream=False))
-    table.wait(0.01)
-    assert table.take("a") is None
 
 
 def test_internal_error_is_a_500() -> None:

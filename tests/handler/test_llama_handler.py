@@ -6,10 +6,7 @@ import json
 import logging
 import os
 import socket
-import struct
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from ts.model_loader import TsModelLoader
-from ts.service import Service
 from ts.utils.util import list_classes_from_module
 
 from generation import load, text_completion
@@ -27,12 +21,12 @@ from generation.engine_thread import EngineThread
 from handler import llama_handler, serving
 from handler.errors import QueueFull
 from handler.llama_handler import LlamaHandler, drain
+from tests.handler.frontend import MAX_SEQ_LEN, Frontend, Gate, archive, configuration
 from tests.model.tiny import random_weights, save_meta, tiny_config
 
 PROMPTS = [f"{number} quick brown foxes jump over the lazy dog" for number in range(1, 17)]
 GREEDY = {"temperature": 0, "max_gen_len": 12, "ignore_eos": True}
 LOGGERS = ["", "handler", "generation", "model"]
-MAX_SEQ_LEN = 128
 
 
 @pytest.fixture(scope="module")
@@ -66,131 +60,6 @@ def process() -> Iterator[None]:
         logging.getLogger(name).setLevel(level)
 
 
-@dataclass
-class Reply:
-    """What the frontend has got for one request."""
-
-    status: int = 0
-    phrase: str = ""
-    content_type: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-    pieces: list[bytes] = field(default_factory=list)
-    done: bool = False
-
-    @property
-    def data(self) -> bytes:
-        return b"".join(self.pieces)
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.data)
-
-    @property
-    def events(self) -> list[Any]:
-        assert self.content_type == "text/event-stream; charset=utf-8"
-        blocks = self.data.decode("utf-8").split("\n\n")
-        assert blocks[-2:] == ["data: [DONE]", ""]
-        return [json.loads(b.removeprefix("data: ")) for b in blocks[:-2] if not b.startswith(":")]
-
-
-class Wire:
-    """Reads the frontend's protocol: numbers of four bytes, and fields with their length before them."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
-
-    def number(self) -> int:
-        self.at += 4
-        return int(struct.unpack("!i", self.data[self.at - 4 : self.at])[0])
-
-    def bytes(self) -> bytes:
-        size = self.number()
-        self.at += size
-        return self.data[self.at - size : self.at]
-
-    def text(self) -> str:
-        return self.bytes().decode("utf-8")
-
-
-class Frontend:
-    """The part of TorchServe's frontend that polls one worker with the requests that are open."""
-
-    def __init__(self, model_dir: Path, rows: str = "body") -> None:
-        handle, initialize = TsModelLoader()._get_class_entry_point(llama_handler)
-        manifest = {"model": {"configFile": "model-config.yaml"}}
-        metrics = SimpleNamespace(add_time=lambda name, value: None)
-        self.service = Service("llama2", str(model_dir), manifest, handle, None, 16, metrics_cache=metrics)
-        self.service.set_cl_socket(None)
-        self.handler: LlamaHandler = handle.__self__
-        self.open: dict[str, dict[str, Any]] = {}
-        self.replies: dict[str, Reply] = {}
-        initialize(self.service.context)
-
-    def send(self, request_id: str, value: Any, *, name: str = "body", content_type: str = "application/json") -> Reply:
-        """Put a request into the next poll; dicts are sent as JSON in bytes."""
-        if isinstance(value, dict):
-            value = bytearray(json.dumps(value).encode("utf-8"))
-        self.open[request_id] = {
-            "requestId": request_id.encode(),
-            "headers": [{"name": b"host", "value": b"localhost"}],
-            "parameters": [{"name": name, "contentType": content_type, "value": value}],
-        }
-        self.replies[request_id] = Reply()
-        return self.replies[request_id]
-
-    def poll(self) -> None:
-        wire = Wire(bytes(self.service.predict(list(self.open.values()))))
-        assert (wire.number(), wire.text()) == (200, "Prediction success")
-        while wire.data[wire.at : wire.at + 4] != b"\xff\xff\xff\xff":
-            self._take(wire)
-        assert wire.at + 4 == len(wire.data)
-
-    def _take(self, wire: Wire) -> None:
-        request_id = wire.text()
-        reply = self.replies[request_id]
-        reply.content_type, reply.status, reply.phrase = wire.text(), wire.number(), wire.text()
-        reply.headers = {wire.text(): wire.text() for _ in range(wire.number())}
-        first = not reply.pieces
-        reply.pieces.append(wire.bytes())
-        more = reply.headers.get("ts_stream_next")
-        # Without the header it is a whole reply, which a head that was sent before rules out; and only a reply that
-        # has a head can be ended by "false".
-        assert first or more is not None
-        assert more != "false" or not first
-        if more != "true":
-            reply.done = True
-            del self.open[request_id]
-
-    def finish(self) -> None:
-        """Poll until every request is answered."""
-        end = time.monotonic() + 60
-        while self.open:
-            assert time.monotonic() < end, f"no answer to {list(self.open)}"
-            assert self.handler.serving is not None
-            assert self.handler.serving.thread._thread.is_alive()
-            self.poll()
-
-    def ask(self, value: Any, **how: Any) -> Reply:
-        reply = self.send(f"request {len(self.replies)}", value, **how)
-        self.finish()
-        return reply
-
-    def close(self) -> None:
-        if self.handler.serving is not None:
-            self.handler.serving.thread.stop()
-
-
-def configuration(checkpoint: Path, **changes: Any) -> dict[str, Any]:
-    values = {"checkpoint": str(checkpoint), "device": "cpu", "dtype": "float32", "max_seq_len": MAX_SEQ_LEN}
-    values |= {"kv_cache_tokens": 4096, "stream_interval": 0}
-    return {"batchSize": 16, "maxBatchDelay": 1, "continuousBatching": True, "handler": values | changes}
-
-
-def archive(folder: Path, config: dict[str, Any]) -> Path:
-    (folder / "model-config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     frontend = Frontend(archive(tmp_path_factory.mktemp("archive"), configuration(checkpoint)))
@@ -204,11 +73,6 @@ def frontend(server: Frontend) -> Iterator[Frontend]:
     yield server
     server.open.clear()
     server.handler.jobs.cancel_missing(set())
-
-
-def engine_of(frontend: Frontend) -> Any:
-    assert frontend.handler.serving is not None
-    return frontend.handler.serving.engine
 
 
 # --- replies
@@ -285,19 +149,24 @@ def test_request_may_join_others_under_way(frontend: Frontend, answers: Sequence
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_request_that_vanishes_is_canceled(frontend: Frontend, answers: Sequence[str], stream: bool) -> None:
-    """B027, B154, B255: its engine requests end, and the others don't notice."""
-    engine = engine_of(frontend)
+def test_request_that_vanishes_is_canceled(
+    frontend: Frontend, answers: Sequence[str], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """B027, B154, B255: its engine requests end, the running and the waiting one, and the others don't notice."""
+    engine = frontend.engine
     before = engine.finished.get("cancelled", 0)
-    endless = {"prompt": ["x", "y"], "max_gen_len": MAX_SEQ_LEN, "ignore_eos": True, "stream": stream}
-    frontend.send("gone", endless)
+    monkeypatch.setattr(llama_handler, "POLL_S", 0.0)
+    monkeypatch.setattr(engine.scheduler, "max_seqs", 1)
+    gate = Gate(engine.step, 5)
+    monkeypatch.setattr(engine, "step", gate)
+    frontend.send("gone", {"prompt": ["x", "y"], "max_gen_len": 100, "ignore_eos": True, "stream": stream})
     stays = frontend.send("stays", {"prompt": PROMPTS[3], **GREEDY})
-    engine.scheduler.max_seqs, most = 1, engine.scheduler.max_seqs  # the second prompt is still waiting
     frontend.poll()
-    assert "gone" in frontend.open
+    assert gate.reached.wait(30)
     del frontend.open["gone"]
     frontend.poll()
-    engine.scheduler.max_seqs = most
+    assert len(frontend.handler.jobs) == 1
+    gate.opened.set()
     frontend.finish()
     assert stays.json["generation"] == answers[3]
     assert engine.finished.get("cancelled", 0) == before + 2
@@ -320,7 +189,7 @@ def test_row_forms(frontend: Frontend, answers: Sequence[str], name: str) -> Non
     assert frontend.replies["parsed"].json["generation"] == answers[4]
 
 
-def test_plain_text_is_a_prompt(frontend: Frontend, answers: Sequence[str]) -> None:
+def test_plain_text_is_a_prompt(frontend: Frontend) -> None:
     """B023: with the configuration's sampling."""
     reply = frontend.ask(PROMPTS[5].encode(), content_type="text/plain")
     assert reply.status == 200
@@ -388,7 +257,7 @@ def test_non_finite_logits_fail_that_request_alone(
     frontend: Frontend, answers: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B005."""
-    engine = engine_of(frontend)
+    engine = frontend.engine
     forward = engine.model.forward
 
     def poisoned(batch: Any, cache: Any) -> Any:

@@ -1,0 +1,231 @@
+"""From a checkpoint to one rank's model: what is refused, and that a rank reads only its own part."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint.meta import MetaCheckpoint
+from model.config import CheckpointError, ModelConfig, parameter_shapes
+from model.llama import Llama
+from model.loader import load_model, load_weights, resolve_device, resolve_dtype
+from model.parallel import part_of, plan_shards
+from tests.model.ranks import ThreadCommunicator, Weights
+from tests.model.tiny import TINY_VOCAB, random_weights, save_meta, tiny_config, train_sentencepiece
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Outside torchrun (B021), and with torch's number of threads put back."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config()
+    return save_meta(tmp_path_factory.mktemp("meta"), config, random_weights(config), tokenizer=True)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int, *, bf16: bool = True) -> list[int]:
+    """Let torch see so many GPUs; returns the list of those made current."""
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bf16)
+    return current
+
+
+# --- device and type
+
+
+def test_device_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 0)
+    assert resolve_device("auto", 0) == resolve_device("cpu", 3) == CPU
+    for device in ("cuda", "cuda:0"):
+        with pytest.raises(CheckpointError, match=r"cuda:0 is needed .* 0 CUDA devices are visible: .* use device cpu"):
+            resolve_device(device, 0)
+
+
+def test_each_local_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = gpus(monkeypatch, 2)
+    assert [resolve_device(name, 1) for name in ("auto", "cuda", "cuda:0")] == [
+        torch.device("cuda", index) for index in (1, 1, 0)
+    ]
+    assert current == [1, 1, 0]
+    assert resolve_device("cpu", 0) == CPU
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B167: names both numbers and what to do."""
+    gpus(monkeypatch, 2)
+    with pytest.raises(CheckpointError, match=r"cuda:2 is needed for local rank 2, but 2 CUDA .* lower nproc-per-node"):
+        resolve_device("cuda", 2)
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cuda:", "cuda:x", "cuda:-1", "cuda0", "CPU", "mps"])
+def test_unknown_device(device: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"device is '{device}', expected auto, cpu, cuda or cuda:N"):
+        resolve_device(device, 0)
+
+
+def test_dtype_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B116: float16 is refused before anything is computed, and never chosen."""
+    assert resolve_dtype("auto", CPU) in (torch.float32, torch.bfloat16)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert resolve_dtype("auto", CPU) is torch.float32
+    assert resolve_dtype("bfloat16", CPU) is torch.bfloat16
+    with pytest.raises(CheckpointError, match=r"float16 .* on a CPU: use bfloat16, float32 or auto"):
+        resolve_dtype("float16", CPU)
+
+
+@pytest.mark.parametrize(("bf16", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_dtype_on_a_gpu(monkeypatch: pytest.MonkeyPatch, bf16: bool, expected: torch.dtype) -> None:
+    gpus(monkeypatch, 1, bf16=bf16)
+    assert resolve_dtype("auto", torch.device("cuda", 0)) is expected
+    assert resolve_dtype("float16", torch.device("cuda", 0)) is torch.float16
+
+
+def test_unknown_dtype() -> None:
+    with pytest.raises(CheckpointError, match=r"dtype is 'int7', expected auto, float32, bfloat16, float16"):
+        resolve_dtype("int7", CPU)
+
+
+# --- the whole model
+
+
+def test_loads_outside_torchrun(checkpoint: Path) -> None:
+    """B021, B279, B011: one process, without torchrun's variables."""
+    seen: list[tuple[int, int]] = []
+    model, tokenizer = load_model(
+        checkpoint, device="cpu", dtype="float32", progress=lambda done, total: seen.append((done, total))
+    )
+    assert (model.device, model.dtype, model.comm.world_size) == (CPU, torch.float32, 1)
+    assert model.max_seq_len == model.config.max_seq_len
+    assert model.config.stop_ids == tokenizer.stop_ids == {2}
+    assert model.config.bos_id == 1
+    total = len(parameter_shapes(model.config))
+    assert seen == [(i + 1, total) for i in range(total)]
+
+
+def test_shorter_context(checkpoint: Path) -> None:
+    model, _ = load_model(checkpoint, device="cpu", dtype="float32", max_seq_len=32)
+    assert model.max_seq_len == len(model.rotary) == 32
+
+
+def test_tokenizer_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
+    """B043: found while loading, not when its last token is used."""
+    other = train_sentencepiece(tmp_path / "tokenizer.model", TINY_VOCAB + 1)
+    with pytest.raises(CheckpointError, match=rf"{TINY_VOCAB + 1} ids, but the embedding only {TINY_VOCAB} rows"):
+        load_model(checkpoint, device="cpu", tokenizer_path=other)
+
+
+def test_smaller_tokenizer_is_fine(checkpoint: Path, tmp_path: Path) -> None:
+    other = train_sentencepiece(tmp_path / "tokenizer.model", TINY_VOCAB - 1)
+    model, tokenizer = load_model(checkpoint, device="cpu", dtype="float32", tokenizer_path=other)
+    assert (tokenizer.n_words, model.config.vocab_size) == (TINY_VOCAB - 1, TINY_VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "when"),
+    [
+        ({"dtype": "float16"}, "float16 has no fast kernels on a CPU", "opened and closed"),
+        ({"dtype": "half"}, "dtype is 'half'", "opened and closed"),
+        ({"max_seq_len": 0}, "max_seq_len is 0, expected at least 1", "opened and closed"),
+        ({"device": "tpu"}, "device is 'tpu'", "before"),
+        ({"quantization": "int8"}, "quantization is 'int8'", "before"),
+    ],
+)
+def test_bad_arguments(
+    checkpoint: Path, arguments: dict[str, Any], message: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Path] = []
+    close = MetaCheckpoint.close
+
+    def noted(self: MetaCheckpoint) -> None:
+        closed.append(self.path)
+        close(self)
+
+    monkeypatch.setattr(MetaCheckpoint, "close", noted)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(checkpoint, **{"device": "cpu", **arguments})
+    assert closed == ([checkpoint] if "opened" in when else [])
+
+
+def test_missing_checkpoint(tmp_path: Path) -> None:
+    """B008."""
+    with pytest.raises(CheckpointError, match=r"nowhere: no such file or directory"):
+        load_model(tmp_path / "nowhere", device="cpu")
+
+
+def test_weights_are_loaded_once(checkpoint: Path) -> None:
+    model, _ = load_model(checkpoint, device="cpu", dtype="float32")
+    model.layers[0].attention.wo.weight = None  # as packing leaves it
+    with pytest.raises(RuntimeError, match="loaded once"):
+        load_weights(model, Weights(random_weights(model.config)))  # type: ignore[arg-type]
+
+
+# --- a rank's part
+
+
+class Recorder(Weights):
+    """Notes how many numbers of each parameter were read."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__(weights)
+        self.sizes: dict[str, int] = {}
+
+    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        assert name not in self.sizes, f"{name} was read twice"
+        part = super().read(name, dim, start, stop)
+        self.sizes[name] = part.numel()
+        return part
+
+
+def read_by(config: ModelConfig, world_size: int, rank: int, weights: dict[str, torch.Tensor]) -> dict[str, int]:
+    comm = ThreadCommunicator(rank, threading.Barrier(world_size), [None] * world_size)
+    model = Llama(config, comm, torch.float32, CPU, config.max_seq_len)
+    recorder = Recorder(weights)
+    load_weights(model, recorder)  # type: ignore[arg-type]
+    return recorder.sizes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rank_reads_only_its_part(tied: bool) -> None:
+    """B014, B166: of 8 ranks each reads an eighth of every matrix, once; norms are whole everywhere."""
+    config = tiny_config(n_heads=8, n_kv_heads=8, hidden_dim=256, tied_output=tied)
+    weights = random_weights(config)
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(config).items()}
+    for rank in range(8):
+        read = read_by(config, 8, rank, weights)
+        assert read == {name: size if "norm" in name else size // 8 for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "world_size"), [(9, 3, 2), (8, 2, 8), (12, 4, 3), (8, 1, 5)])
+def test_parts_cover_each_parameter_once(heads: int, kv_heads: int, world_size: int) -> None:
+    """Uneven deals; key/value heads are on several ranks only where there are fewer of them than ranks (B271)."""
+    config = tiny_config(n_heads=heads, n_kv_heads=kv_heads, hidden_dim=200, vocab_size=389)
+    shards = plan_shards(config, world_size)
+    for name, shape in parameter_shapes(config).items():
+        parts = [part_of(name, shard, config.head_dim) for shard in shards]
+        if len(shape) == 1:
+            assert parts == [None] * world_size
+            continue
+        ranges = [part for part in parts if part is not None]
+        assert len(ranges) == world_size
+        assert len({dim for dim, _, _ in ranges}) == 1
+        spans = sorted({(start, stop) for _, start, stop in ranges})
+        assert len(spans) == min(world_size, kv_heads) if name.split(".")[-2] in ("wk", "wv") else world_size
+        assert [i for start, stop in spans for i in range(start, stop)] == list(range(shape[ranges[0][0]]))
