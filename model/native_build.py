@@ -1,6 +1,6 @@
 """Compiles the project's native code, `model/native/*.c`, on first use and keeps the library in the user's cache.
 
-The library has a plain C interface for ctypes, so any C compiler will do and it builds in about a second. A cached
+The library has a plain C interface for ctypes, so any C compiler will do and it builds in a few seconds. A cached
 library is found by what it was made from (sources, flags, compiler) and what it was made for (this CPU's features),
 and its file name is the SHA-256 of its content, so that a torn file is seen and built again.
 """
