@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .drawing import draw, nucleus
 from .types import Sequence, TokenLogprob
-
-CANDIDATES = 256
-"""How many of the likeliest tokens are sorted before it is known whether they hold the nucleus."""
 
 
 def sample_top_p(probs: Tensor, p: float) -> Tensor:
@@ -40,16 +38,8 @@ def sample_top_p(probs: Tensor, p: float) -> Tensor:
         rows = bad.nonzero().flatten().tolist()
         raise ValueError(f"rows {rows} of probs are no distribution: not finite, negative or summing to zero")
     ordered, ids = torch.sort(probs, dim=-1, descending=True)
-    ordered = _nucleus(ordered, torch.full_like(sums, p))
+    ordered = nucleus(ordered, torch.full_like(sums, p))
     return ids.gather(-1, torch.multinomial(ordered, 1))
-
-
-def _nucleus(ordered: Tensor, p: Tensor) -> Tensor:
-    """Probabilities (R, K) in falling order, zeroed outside the nucleus of each row's p (R,)."""
-    before = ordered.cumsum(-1) - ordered
-    outside = before > p[:, None]
-    outside[:, 0] = False
-    return ordered.masked_fill(outside, 0)
 
 
 @dataclass
@@ -69,7 +59,11 @@ def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
     rows = [i for i, s in enumerate(sequences) if finite[i] and not s.request.params.greedy]
     if rows:
         every = len(rows) == len(sequences)
-        drawn = _draw(adjusted if every else adjusted[rows], [sequences[i] for i in rows])
+        drawn = draw(
+            adjusted if every else adjusted[rows],
+            [sequences[i].request.params for i in rows],
+            [sequences[i].rng for i in rows],
+        )
         for i, token in zip(rows, drawn, strict=True):
             ids[i] = token
     wanted = [i for i, s in enumerate(sequences) if finite[i] and s.request.params.logprobs]
@@ -118,57 +112,3 @@ def _adjust(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
             tokens, biases = zip(*params.logit_bias, strict=True)
             row[list(tokens)] += torch.tensor(biases, device=logits.device)
     return adjusted
-
-
-def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int]:
-    """A token for each row of `logits` (R, V), with the next number of the row's own generator."""
-    params = [s.request.params for s in sequences]
-    device = logits.device
-    uniform = torch.tensor([s.rng.random() for s in sequences], dtype=torch.float64, device=device)
-    temperature = torch.tensor([p.temperature for p in params], device=device)
-    probs = (logits / temperature[:, None]).softmax(-1)
-    min_p = [p.min_p for p in params]
-    if any(min_p):
-        floor = probs.amax(-1) * torch.tensor(min_p, device=device)
-        probs = probs.masked_fill(probs < floor[:, None], 0)
-        probs = probs / probs.sum(-1, keepdim=True)
-    filtered = [i for i, p in enumerate(params) if p.top_p < 1 or p.top_k > 0]
-    tokens = [0] * len(params)
-    if filtered:
-        chosen = _draw_filtered(
-            probs[filtered], [params[i].top_p for i in filtered], [params[i].top_k for i in filtered], uniform[filtered]
-        )
-        for i, token in zip(filtered, chosen, strict=True):
-            tokens[i] = token
-    rest = [i for i in range(len(params)) if i not in set(filtered)]
-    if rest:
-        for i, token in zip(rest, _invert(probs[rest], uniform[rest]).tolist(), strict=True):
-            tokens[i] = token
-    return tokens
-
-
-def _draw_filtered(probs: Tensor, top_p: list[float], top_k: list[int], uniform: Tensor) -> list[int]:
-    """Draw from rows of `probs` (R, V) cut to the top k, then to the nucleus; sorts no more than is needed."""
-    vocabulary = probs.shape[-1]
-    p = torch.tensor(top_p, device=probs.device)
-    k = torch.tensor([n if n else vocabulary for n in top_k], device=probs.device)
-    ordered, ids = probs.topk(min(CANDIDATES, vocabulary), dim=-1)
-    enough = (ordered.sum(-1) > p) | (k <= ordered.shape[-1])
-    if not bool(enough.all()):
-        ordered, ids = probs.sort(dim=-1, descending=True)
-    beyond = torch.arange(ordered.shape[-1], device=probs.device)[None, :] >= k[:, None]
-    kept = ordered.masked_fill(beyond, 0)
-    limited = k < vocabulary
-    scale = torch.where(limited, kept.sum(-1), torch.ones_like(p))  # the nucleus is of what top k left
-    kept = _nucleus(kept / scale[:, None], p)
-    picks: list[int] = ids.gather(-1, _invert(kept, uniform)[:, None])[:, 0].tolist()
-    return picks
-
-
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """(R,) index at which each row's cumulative weight passes `uniform` (R,) of the row's total."""
-    cumulative = weights.double().cumsum(-1)
-    target = uniform[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    last = (weights > 0).long().mul(torch.arange(1, weights.shape[-1] + 1, device=weights.device)).amax(-1) - 1
-    return torch.minimum(index, last)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from generation import drawing as drawing_module
 from generation import sample_top_p
-from generation import sampling as sampling_module
 from generation.sampling import sample
 from generation.types import Request, SamplingParams, Sequence
 
@@ -85,20 +85,46 @@ def test_frequencies_follow_the_probabilities() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**31), st.floats(0.05, 0.999), st.integers(0, 40), st.floats(0, 0.2))
-def test_few_candidates_equal_a_full_sort(seed: int, p: float, k: int, min_p: float) -> None:
-    """Sorting only the likeliest tokens is a shortcut, never another answer."""
-    logits = torch.randn(4, 600, generator=torch.Generator().manual_seed(seed)) * 3
-    params = {"temperature": 0.9, "top_p": p, "top_k": k, "min_p": min_p}
-    few, whole = sampling_module.CANDIDATES, 10**9
+@given(st.integers(0, 2**31), st.floats(0.05, 0.999), st.integers(0, 60), st.floats(0, 0.1))
+def test_few_candidates_draw_from_the_same_nucleus(seed: int, p: float, k: int, min_p: float) -> None:
+    """Looking only at the likeliest tokens is a shortcut: what can be drawn is what a full sort allows."""
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(seed)) * 3
+    probs = (logits[0] / 0.9).softmax(-1)
+    probs = probs.masked_fill(probs < probs.max() * min_p, 0)
+    ordered, ids = (probs / probs.sum()).sort(descending=True)
+    if k:
+        ordered[k:] = 0
+        ordered /= ordered.sum()
+    before = (ordered.cumsum(0) - ordered).tolist()
+    surely = {int(t) for t, b, w in zip(ids, before, ordered, strict=True) if (b <= p - 1e-5 or b == 0) and w > 0}
+    perhaps = {int(t) for t, b, w in zip(ids, before, ordered, strict=True) if b <= p + 1e-5 and w > 0}
+    rows = logits.expand(100, -1)
+    few = drawing_module.CANDIDATES
     try:
-        sampling_module.CANDIDATES = 32
-        short = sample(logits, [sequence(i, **params) for i in range(4)]).token_ids
-        sampling_module.CANDIDATES = whole
-        full = sample(logits, [sequence(i, **params) for i in range(4)]).token_ids
+        for drawing_module.CANDIDATES in (16, 10**9):
+            sequences = [sequence(i, temperature=0.9, top_p=p, top_k=k, min_p=min_p) for i in range(100)]
+            found = {t for t in sample(rows, sequences).token_ids if t is not None}
+            assert found <= perhaps
+            assert len(found) > 1 or max(ordered.tolist()) > 0.9 or len(surely) == 1
     finally:
-        sampling_module.CANDIDATES = few
-    assert short == full
+        drawing_module.CANDIDATES = few
+
+
+def test_rejection_draws_with_the_right_frequencies() -> None:
+    """A nucleus that the likeliest few don't hold."""
+    weights = torch.arange(1.0, 601.0)
+    probs = weights / weights.sum()
+    ordered, ids = probs.sort(descending=True)
+    inside = ids[(ordered.cumsum(0) - ordered) <= 0.7]
+    assert len(inside) > drawing_module.CANDIDATES
+    n = 4000
+    found = sample(probs.log().expand(n, -1), [sequence(i, temperature=1.0, top_p=0.7) for i in range(n)]).token_ids
+    assert set(found) <= set(inside.tolist())
+    lower, upper = inside.min().item(), inside.max().item()
+    middle = (lower + upper) // 2
+    expected = (probs[middle : upper + 1].sum() / probs[inside].sum()).item()
+    share = sum(t >= middle for t in found if t is not None) / n
+    assert abs(share - expected) < 0.03
 
 
 def test_row_is_independent_of_its_neighbors() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from generation.engine import Engine, EngineSettings
 from generation.types import Request, SamplingParams
+from model.collectives import Communicator
 from model.config import CheckpointError
+from model.kv_cache import KVCache, make_batch
 from model.llama import Llama
+from model.loader import load_model
 from model.parallel import deal, plan_shards
 from scripts.peers import transformers_model
 from tests.model.ranks import make_model, on_ranks
-from tests.model.tiny import random_weights, tiny_config
+from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
 
 RATIOS = [(4, 4), (8, 2), (8, 1), (9, 3), (12, 4)]
 PROMPTS = [[5], [7, 300, 12, 9, 9], list(range(3, 60)), [250, 1, 17] * 9]
@@ -39,10 +44,6 @@ def logprobs_of(model: Llama, prompts: list[list[int]], chunk: int = 512) -> lis
 
 def all_logits(model: Llama, ids: list[int]) -> torch.Tensor | None:
     """(len(ids), vocabulary) logits on rank 0."""
-    import numpy as np
-
-    from model.kv_cache import KVCache, make_batch
-
     cache = KVCache(model.config, model.shard, 32, model.dtype, model.device)
     n = len(ids)
     blocks = np.arange(1, 32, dtype=np.int32)[None]
@@ -127,3 +128,21 @@ def test_rope_theta_matters() -> None:
     assert one is not None
     assert two is not None
     assert (one - two).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_meta_shards_on_any_number_of_ranks(tmp_path: Path, shards: int) -> None:
+    """B009, B010, B013, B165, B166: saved for 1, 2 or 4 ranks, loaded on 1 to 4."""
+    config = tiny_config(n_heads=8, n_kv_heads=4)
+    weights = random_weights(config)
+    save_meta(tmp_path, config, weights, shards=shards)
+    train_sentencepiece(tmp_path / "tokenizer.model")
+    ids = list(range(3, 100))
+    expected = all_logits(make_model(config, weights), ids)
+    for ranks in (1, 2, 3, 4):
+
+        def on_rank(comm: Communicator) -> torch.Tensor | None:
+            model, _ = load_model(tmp_path, device="cpu", dtype="float32", comm=comm)
+            return all_logits(model, ids)
+
+        torch.testing.assert_close(on_ranks(ranks, on_rank)[0], expected, atol=1e-4, rtol=0)
