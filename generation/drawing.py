@@ -63,7 +63,7 @@ def _draw_filtered(
     p = torch.tensor([x.top_p for x in params], device=probs.device)
     k = torch.tensor([min(x.top_k or vocabulary, vocabulary) for x in params], device=probs.device)
     ordered, ids = probs.topk(min(CANDIDATES, vocabulary), dim=-1)
-    enough = ((ordered.sum(-1) > p) | (k <= ordered.shape[-1])).tolist()
+    enough = torch.where(k < vocabulary, k <= ordered.shape[-1], ordered.sum(-1) > p).tolist()
     rows = [i for i, found in enumerate(enough) if found]
     tokens = [0] * len(params)
     if rows:
@@ -73,7 +73,7 @@ def _draw_filtered(
     for i, found in enumerate(enough):
         if found:
             continue
-        if params[i].top_k:
+        if k[i] < vocabulary:
             row = probs[i : i + 1].sort(dim=-1, descending=True)
             uniform = _uniform([generators[i]], p.device)
             tokens[i] = _pick(row.values, row.indices, p[i : i + 1], k[i : i + 1], uniform)[0]
