@@ -19,6 +19,7 @@ import torch
 from model.kv_cache import BLOCK_TOKENS, KVCache, bytes_per_token, make_batch
 from model.llama import Llama
 
+from .meter import Meter
 from .sampling import Sampled, sample, token_logprobs
 from .scheduler import Scheduled, Scheduler, blocks_for
 from .types import FinishReason, Output, Request, Sequence, StepPlan, TokenLogprob
@@ -51,6 +52,11 @@ class EngineStats:
     preemptions: int
     finished: dict[str, int]
     """Ended requests by finish reason."""
+    prompt_tokens: int
+    """Of all requests that have begun to run."""
+    prefix_hit_tokens: int
+    """Prompt tokens that were found in the cache."""
+    generated_tokens: int
 
 
 class Engine:
@@ -71,8 +77,9 @@ class Engine:
         self.steps = 0
         self.last_step: float | None = None
         self.finished: dict[str, int] = {}
+        self.meter = Meter()
         self._sequences: dict[str, Sequence] = {}
-        self._inbox: deque[Request | str] = deque()
+        self._inbox: deque[tuple[Request, float] | str] = deque()
         self._arrivals = 0
         self.work = threading.Event()
         """Set when a request or a cancellation came in."""
@@ -86,7 +93,7 @@ class Engine:
             ValueError: no prompt, an id out of range, or a prompt that leaves no room for an answer.
         """
         self.check(request)
-        self._inbox.append(request)
+        self._inbox.append((request, time.monotonic()))
         self.work.set()
 
     def check(self, request: Request) -> None:
@@ -122,6 +129,9 @@ class Engine:
             last_step_age_s=None if last is None else time.monotonic() - last,
             preemptions=scheduler.preemptions,
             finished=dict(self.finished),
+            prompt_tokens=self.meter.prompt_tokens,
+            prefix_hit_tokens=self.meter.prefix_hit_tokens,
+            generated_tokens=self.meter.generated_tokens,
         )
 
     @property
@@ -135,6 +145,7 @@ class Engine:
         """Compute the next token of every running sequence, and the next part of the prompts."""
         outputs = self._receive()
         scheduled = self.scheduler.plan()
+        self.meter.scheduled(scheduled.sequences, time.monotonic())
         logits = self._forward(scheduled.plan)
         outputs += self._commit(scheduled, logits)
         self.steps += 1
@@ -163,21 +174,22 @@ class Engine:
         self.work.clear()
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, Request):
-                self._admit(message)
+            if isinstance(message, tuple):
+                self._admit(*message)
             elif message in self._sequences:
                 self._drop(self._sequences[message], "cancelled")
         now = time.monotonic()
         late = [s for s in self._sequences.values() if s.request.deadline is not None and s.request.deadline <= now]
         return [self._finish(sequence, "timeout") for sequence in late]
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request, arrived: float) -> None:
         seed = request.params.seed
         if seed is None:  # from torch's generator, so that torch.manual_seed makes a whole run repeatable
             seed = int(torch.randint(2**62, (1,)).item())
         sequence = Sequence(request, self._arrivals, list(request.prompt_ids), random.Random(seed))
         self._arrivals += 1
         self._sequences[request.request_id] = sequence
+        self.meter.arrived(sequence, arrived)
         self.scheduler.add(sequence)
 
     def _forward(self, plan: StepPlan) -> torch.Tensor | None:
@@ -222,7 +234,9 @@ class Engine:
     def _advance(self, sequences: tuple[Sequence, ...], sampled: Sampled) -> list[Output]:
         """Append each sequence's token, and end those that are done."""
         outputs = []
+        now = time.monotonic()
         for sequence, token, logprob in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
+            self.meter.token(sequence, now)
             outputs.append(self._append(sequence, token, logprob))
         return outputs
 
@@ -237,6 +251,7 @@ class Engine:
         if token in self.model.config.stop_ids and not params.ignore_eos:
             return self._finish(sequence, "stop")
         sequence.ids.append(token)
+        self.meter.generated_tokens += 1
         sequence.unsent.append((token, logprob))
         detokenizer = sequence.request.detokenizer
         text = "" if detokenizer is None else detokenizer.push(token)
@@ -284,6 +299,7 @@ class Engine:
 
     def _drop(self, sequence: Sequence, reason: FinishReason) -> None:
         self.scheduler.remove(sequence)
+        self.meter.ended(sequence)
         del self._sequences[sequence.request.request_id]
         self.finished[reason] = self.finished.get(reason, 0) + 1
 

@@ -8,6 +8,7 @@ cache blocks run out, the youngest sequence gives its blocks back and is compute
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,10 +20,28 @@ from model.kv_cache import BLOCK_TOKENS
 from .block_pool import BlockPool, extend_hashes
 from .types import Sequence, StepPlan
 
-
 BUSY_SHARE = 4
 """While sequences are decoding, prompts get this part of the budget: their next token then comes two to three times
 as late as without a prompt beside them, not ten times."""
+
+
+COST_DOUBLES_AT = 1024
+"""Tokens of context at which a prompt token costs twice what the first one does: attention grows with what it sees."""
+
+
+def chunk_within(budget: int, start: int, missing: int) -> int:
+    """How many of `missing` tokens from position `start` on cost at most `budget`, in costs of a first token; >= 1."""
+    if budget <= 0:
+        return 0
+    # n tokens cost n (1 + (start + n / 2) / c), solved for n
+    c = COST_DOUBLES_AT
+    count = int(math.sqrt((c + start) ** 2 + 2 * c * budget) - (c + start))
+    return min(missing, max(count, 1))
+
+
+def cost_of(count: int, start: int) -> int:
+    """Cost of `count` prompt tokens from position `start` on, in costs of a first token."""
+    return math.ceil(count * (1 + (start + count / 2) / COST_DOUBLES_AT))
 
 
 @dataclass(frozen=True)
@@ -79,17 +98,17 @@ class Scheduler:
             if sequence not in self.running:  # preempted for an older one just now
                 continue
             missing = len(sequence.ids) - sequence.computed
-            count = missing if missing == 1 else min(missing, budget)
+            count = 1 if missing == 1 else chunk_within(budget, sequence.computed, missing)
             if count and self._reserve(sequence, sequence.computed + count):
                 chosen.append((sequence, count))
-                budget -= 0 if missing == 1 else count
+                budget -= 0 if missing == 1 else cost_of(count, sequence.computed)
         chosen += self._admit(budget)
         chosen = [(s, n) for s, n in chosen if s in self.running]
         chosen.sort(key=lambda pair: pair[1] > 1)  # single tokens first: they are attended as one block of rows
         return _scheduled(chosen)
 
     def _budget(self) -> int:
-        """Most prompt tokens of the next step."""
+        """What the prompt tokens of the next step may cost, in costs of a first token."""
         if all(len(s.ids) - s.computed > 1 for s in self.running):
             return self.prefill_chunk
         return max(self.prefill_chunk // BUSY_SHARE, min(BLOCK_TOKENS, self.prefill_chunk))
@@ -117,8 +136,8 @@ class Scheduler:
             if sequence.n_generated == 0:
                 sequence.cached = sequence.computed
             coming.update(hashes[len(known) :])
-            count = min(len(sequence.ids) - sequence.computed, budget)
-            budget -= count
+            count = chunk_within(budget, sequence.computed, len(sequence.ids) - sequence.computed)
+            budget -= cost_of(count, sequence.computed)
             chosen.append((sequence, count))
         self.running.sort(key=lambda s: s.order)
         return chosen

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from generation.engine import Engine, EngineSettings
+from generation.scheduler import chunk_within, cost_of
 from generation.types import Output, Request, SamplingParams
 from model.llama import Llama
 from tests.model.ranks import make_model
@@ -226,10 +227,23 @@ def test_long_prompt_does_not_stall_running_streams(model: Llama) -> None:
     engine.submit(Request("short", [5], SamplingParams(**(GREEDY | {"max_tokens": 30}))))
     engine.step()
     engine.submit(Request("long", list(range(3, 203)), SamplingParams(**GREEDY)))
-    for _ in range(12):
-        outputs = engine.step()
-        assert [o.request_id for o in outputs] == ["short"]
-    assert {o.request_id for o in engine.step()} == {"short", "long"}
+    for _ in range(12):  # 200 tokens in chunks of at most 16
+        assert [o.request_id for o in engine.step()] == ["short"]
+    steps = next(n for n in range(10) if {o.request_id for o in engine.step()} == {"short", "long"})
+    assert steps < 5
+
+
+def test_a_chunk_of_a_long_prompt_shrinks_with_what_it_sees() -> None:
+    """Attention's share grows with the context, so the time of a step would grow with it."""
+    for budget in (16, 128, 512):
+        for start in (0, 100, 1000, 5000):
+            count = chunk_within(budget, start, 10_000)
+            assert 1 <= count <= budget
+            assert count == 1 or cost_of(count, start) <= budget + 1
+            assert cost_of(count + 2, start) > budget
+    assert chunk_within(128, 4000, 10_000) < 30
+    assert chunk_within(128, 0, 5) == 5
+    assert chunk_within(0, 0, 5) == 0
 
 
 def test_first_come_first_served(model: Llama) -> None:
