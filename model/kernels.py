@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kv_cache import BLOCK_TOKENS, DecodeGroup
+from .kv_cache import BLOCK_TOKENS, DecodeGroup, PrefillChunk
 from .native_build import NativeBuildError, load_library
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,17 @@ class TorchKernels:
         grouped = q.reshape(batch, kv, heads // kv, dim)
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=part.mask).reshape(batch, heads, dim)
 
+    def prefill(self, q: Tensor, chunk: PrefillChunk, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """Attention of one sequence's new tokens, q (tokens, H, D), over its paged cache, into out (tokens, H, D)."""
+        tokens, heads, dim = q.shape
+        kv = keys.shape[1]
+        k = keys.index_select(0, chunk.slots).transpose(0, 1)  # (KV, L, D)
+        v = values.index_select(0, chunk.slots).transpose(0, 1)
+        grouped = q.view(tokens, kv, heads // kv, dim).permute(1, 2, 0, 3).reshape(1, kv, -1, dim)
+        mask = chunk.mask.repeat(heads // kv, 1)  # (G * tokens, L)
+        attended = F.scaled_dot_product_attention(grouped, k[None], v[None], attn_mask=mask)
+        out.copy_(attended.view(heads, tokens, dim).transpose(0, 1))
+
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         """(T, 2 hidden) -> silu(first half) * second half, (T, hidden)."""
         gate, up = gate_up.chunk(2, dim=-1)
@@ -78,6 +89,7 @@ _ARGUMENTS = {
     "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F, _N),
     "rotate_and_store": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _N),
     "silu_multiply": (_P, _P, _I, _I, _N),
+    "paged_prefill": (_P, _I, _P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _I, _F, _N, _N),
     "paged_decode": (_P, _I, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _N, _N),
 }
 
@@ -96,11 +108,13 @@ class NativeKernels(TorchKernels):
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
             self._functions[name] = function
-        self._functions["paged_decode"].restype = ctypes.c_int
+        for name in ("paged_decode", "paged_prefill"):
+            self._functions[name].restype = ctypes.c_int
         self._add_norm = self._functions["add_rms_norm"]
         self._rotate = self._functions["rotate_and_store"]
         self._silu = self._functions["silu_multiply"]
         self._decode = self._functions["paged_decode"]
+        self._prefill = self._functions["paged_prefill"]
 
     def add_norm(self, h: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         out = torch.empty(h.shape, dtype=dtype)
@@ -153,6 +167,30 @@ class NativeKernels(TorchKernels):
         if failed:
             raise MemoryError("no memory for the attention's scores")
         return out
+
+    def prefill(self, q: Tensor, chunk: PrefillChunk, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        _, heads, dim = q.shape
+        kv = keys.shape[1]
+        failed = self._prefill(
+            q.data_ptr(),
+            q.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            chunk.blocks.data_ptr(),
+            chunk.start,
+            chunk.count,
+            kv,
+            heads // kv,
+            dim,
+            BLOCK_TOKENS,
+            dim**-0.5,
+            _DTYPES[q.dtype],
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError("no memory for the attention's scores")
 
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape

@@ -68,10 +68,23 @@ class PrefillChunk:
     """Several tokens of one sequence."""
 
     rows: slice
-    slots: torch.Tensor
-    """(L,) cache rows of the sequence up to and including this chunk."""
-    mask: torch.Tensor
-    """(tokens, L) True where a token may see a cached one."""
+    start: int
+    """Position of the first of them."""
+    count: int
+    blocks: torch.Tensor
+    """(N,) int32, numbers of the sequence's cache blocks up to this chunk's end."""
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """(L,) cache rows of the sequence up to and including this chunk."""
+        offsets = torch.arange(BLOCK_TOKENS, device=self.blocks.device)
+        return (self.blocks.long()[:, None] * BLOCK_TOKENS + offsets).flatten()[: self.start + self.count]
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """(tokens, L) True where a token may see a cached one."""
+        places = torch.arange(self.start + self.count, device=self.blocks.device)
+        return places <= places[self.start :, None]
 
 
 @dataclass(frozen=True)
@@ -121,18 +134,10 @@ def make_batch(
         )
     prefills = []
     for i in np.flatnonzero(counts > 1):
-        length = int(starts[i] + counts[i])
-        first = int(firsts[i])
-        seen = np.arange(length) <= np.arange(starts[i], length)[:, None]
-        table = _rows_of(blocks[i, : -(-length // BLOCK_TOKENS)])[:length]
-        prefills.append(PrefillChunk(slice(first, first + int(counts[i])), put(table), put(seen, torch.bool)))
+        start, count, first = int(starts[i]), int(counts[i]), int(firsts[i])
+        table = blocks[i, : -(-(start + count) // BLOCK_TOKENS)]
+        prefills.append(PrefillChunk(slice(first, first + count), start, count, put(table, torch.int32)))
     return Batch(put(tokens), put(positions), put(slots), put(logit_rows), decodes, prefills)
-
-
-def _rows_of(blocks: np.ndarray) -> np.ndarray:
-    """(N,) block numbers -> (N * BLOCK_TOKENS,) cache rows."""
-    rows: np.ndarray = blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
-    return rows.ravel()
 
 
 def _decode_groups(starts: np.ndarray, members: np.ndarray) -> list[np.ndarray]:

@@ -119,7 +119,7 @@ def load_weights(model: Llama, source: Checkpoint, progress: Callable[[int, int]
     for layer in model.layers:
         for linear in (layer.attention.wqkv, layer.attention.wo, layer.feed_forward.w13, layer.feed_forward.w2):
             linear.prepack()
-    model.output.prepack(keep=model.config.tied_output)
+    model.output.prepack(keep=True)  # as the embedding, and to compute some logits exactly
 
 
 def _targets(model: Llama) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from tests.model.tiny import (
     tiny_config,
     train_sentencepiece,
 )
+from tests.report import report
 
 CONFIG = tiny_config(n_heads=8, n_kv_heads=2, head_dim=16, bos_id=1)
 WEIGHTS = random_weights(CONFIG)
@@ -50,6 +51,8 @@ def reference(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return {t.name: torch.from_numpy(np.array(gguf.dequantize(t.data, t.tensor_type))) for t in tensors}
 
 
+@report("B113", "huggingface/transformers#31766")
+@report("B266", "FlashML-org/FreeToken#358")
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_equals_the_gguf_package(checkpoints: dict[str, GGUFCheckpoint], kind: str) -> None:
     """B113 (no row moves) and B266 (each type that is accepted can be decoded): bit for bit."""
@@ -92,6 +95,7 @@ def test_any_part(checkpoints: dict[str, GGUFCheckpoint], data: st.DataObject) -
     assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
 
 
+@report("B267", "huggingface/transformers#34417")
 def test_decodes_in_chunks() -> None:
     """B267: what is decoded at a time is bounded, whatever the tensor's size, and the chunks fit together."""
     kind = BLOCK_TYPES["Q4_1"]
@@ -120,6 +124,7 @@ def test_what_is_read_is_our_own(tmp_path: Path) -> None:
         checkpoint.read(WQ)
 
 
+@report("B265", "huggingface/transformers#31847")
 def test_mixed_types(tmp_path: Path) -> None:
     """B265: the type is each tensor's own, whatever the file is called."""
     kinds = list(BLOCK_TYPES)
@@ -130,6 +135,7 @@ def test_mixed_types(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.read(name).float(), expected[gguf_name(name)]), name
 
 
+@report("B265", "huggingface/transformers#31847")
 def test_unsupported_type(tmp_path: Path) -> None:
     """B265: refused by name when the file is opened."""
     path = save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS, {WQ: "Q5_0"})
@@ -140,6 +146,7 @@ def test_unsupported_type(tmp_path: Path) -> None:
 
 
 class TestConfiguration:
+    @report("B123", "ggml-org/llama.cpp#12567")
     def test_tied_output(self, tmp_path: Path) -> None:
         """B123: without output.weight the embedding is the output matrix."""
         config = tiny_config(tied_output=True)
@@ -222,6 +229,7 @@ class TestTensors:
 
 
 class TestBrokenFiles:
+    @report("B117", "ymcui/Chinese-LLaMA-Alpaca#97")
     @pytest.mark.parametrize(
         ("content", "message"),
         [

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.config import CheckpointError, parameter_shapes
 from tests.model.tiny import random_weights, save_meta, tiny_config
+from tests.report import report
 
 CONFIG = tiny_config(n_heads=16, n_kv_heads=8, head_dim=4)
 WEIGHTS = random_weights(CONFIG, dtype=torch.bfloat16)
@@ -40,6 +41,8 @@ def edit_shard(file: Path, **changes: Any) -> None:
     torch.save({k: v for k, v in state.items() if v is not None}, file)
 
 
+@report("B013", "meta-llama/llama#806")
+@report("B165", "meta-llama/llama#594")
 @pytest.mark.parametrize(("shards", "dim"), LAYOUTS)
 def test_whole_parameters(checkpoints: dict[tuple[int, int], Checkpoint], shards: int, dim: int) -> None:
     """B009, B010, B013, B165, B166: shards are put together whatever their number."""
@@ -109,6 +112,8 @@ def test_parts_that_do_not_exist(
 
 
 class TestConfiguration:
+    @report("B115", "ggml-org/llama.cpp#2276")
+    @report("B125", "ggml-org/llama.cpp#4258")
     def test_defaults(self, tmp_path: Path) -> None:
         """B125 (vocabulary of -1), B115 (w1's real shape), B128 and B129 (defaults): what params.json leaves open."""
         config = tiny_config(n_kv_heads=4, max_seq_len=4096, hidden_dim=104)
@@ -116,6 +121,8 @@ class TestConfiguration:
         save_meta(tmp_path, config, random_weights(config), 2, params={**params, "ffn_dim_multiplier": 1.3})
         assert open_checkpoint(tmp_path).config == config
 
+    @report("B128", "karpathy/llama2.c#356")
+    @report("B129", "vllm-project/vllm#9490")
     def test_values_are_taken_over(self, tmp_path: Path) -> None:
         """B128, B129."""
         config = tiny_config(rope_theta=1e6, norm_eps=1e-6, max_seq_len=16384)
@@ -129,6 +136,7 @@ class TestConfiguration:
         assert "output.weight" not in parameter_shapes(config)
         assert open_checkpoint(save_meta(tmp_path, config, random_weights(config), 2)).config == config
 
+    @report("B119", "karpathy/llama2.c#266")
     def test_buffers_may_be_left_over(self, tmp_path: Path) -> None:
         """B119."""
         extra = {"rope.freqs": torch.ones(2), "layers.0.attention.rotary_emb.inv_freq": torch.ones(2)}
@@ -232,6 +240,7 @@ class TestShards:
         with pytest.raises(CheckpointError, match=message):
             open_checkpoint(tmp_path)
 
+    @report("B117", "ymcui/Chinese-LLaMA-Alpaca#97")
     @pytest.mark.parametrize(
         ("content", "message"),
         [
@@ -248,6 +257,8 @@ class TestShards:
         with pytest.raises(CheckpointError, match=rf"consolidated\.00\.pth.*{message}"):
             open_checkpoint(tmp_path)
 
+    @report("B117", "ymcui/Chinese-LLaMA-Alpaca#97")
+    @report("B118", "facebookresearch/dinov3#1")
     @pytest.mark.parametrize("part", [0.1, 0.5, 0.99])
     def test_truncated(self, tmp_path: Path, part: float) -> None:
         """B117, B118."""
@@ -272,6 +283,8 @@ class TestShards:
 
 
 class TestDetection:
+    @report("B008", "meta-llama/llama#40")
+    @report("B124", "tjake/Jlama#2")
     def test_nothing_there(self, tmp_path: Path) -> None:
         """B008, B124: says which directory, what was looked for, and what is there."""
         with pytest.raises(CheckpointError, match=r"consolidated\.\*\.pth .*\*\.gguf .*\*\.safetensors .*it is empty"):

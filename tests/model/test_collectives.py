@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from model import collectives
 from model.collectives import CollectiveError, Launch, init_communicator
 from model.shared_memory import SharedMemoryUnavailable, _create
+from tests.report import report
 
 RANK = Path(__file__).with_name("collectives_rank.py")
 ROOT = Path(collectives.__file__).parents[1]
@@ -87,6 +88,7 @@ def hear(rank: subprocess.Popen[str]) -> str:
     return line.strip()
 
 
+@report("B230", "meta-pytorch/gpt-fast#64")
 @pytest.mark.parametrize("kind", ["shared-memory", "gloo"])
 def test_two_ranks_then_close(start: Start, kind: str) -> None:
     """B230: a rank that has closed leaves no other waiting."""
@@ -103,6 +105,7 @@ def test_two_ranks_then_close(start: Start, kind: str) -> None:
     assert not leftovers()
 
 
+@report("B229", "meta-pytorch/gpt-fast#55")
 def test_three_ranks_then_one_dies_while_idle(start: Start) -> None:
     """B229: a rank that is gone is named, also to one that waits for another rank; it stays a zombie here."""
     ranks = start("shared-memory", 3)
@@ -134,6 +137,7 @@ def test_gloo_ranks_then_rank_0_dies(start: Start) -> None:
         assert hear(rank).startswith("CollectiveError broadcast_array")
 
 
+@report("B131", "meta-llama/llama#722")
 def test_no_compiler_falls_back_on_every_rank(start: Start, tmp_path: Path) -> None:
     """B131, B279: CPU ranks need neither NCCL nor anything else that may be missing; one warning says it is slow."""
     ranks = start("auto", 2, "--quick", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
@@ -187,6 +191,7 @@ def test_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
         group.broadcast_array(None)
 
 
+@report("B011", "meta-llama/llama#736")
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
@@ -224,6 +229,7 @@ def test_gpu_group_of_one(start: Start) -> None:
     assert hear(rank) == "READY nccl"
 
 
+@report("B130", "meta-llama/llama-cookbook#186")
 def test_port_in_use_is_named(start: Start) -> None:
     """B130: the second group on one port."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

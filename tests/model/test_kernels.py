@@ -20,6 +20,7 @@ from model.kernels import NativeKernels, TorchKernels, choose_kernels
 from model.kv_cache import BLOCK_TOKENS, DecodeGroup
 from model.llama import rotary_table
 from model.native_build import NativeBuildError
+from tests.report import report
 
 CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -148,6 +149,8 @@ def test_decode_of_any_shape(lengths: list[int], kv: int, group: int, chunks: in
     assert_near(paged.decode(NativeKernels()), paged.expected())
 
 
+@report("B087", "vllm-project/vllm#11204")
+@report("B158", "huggingface/transformers#22861")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("group", "dim"), [(3, 64), (1, 128), (5, 80)])
 @pytest.mark.usefixtures("threads")

@@ -14,12 +14,13 @@ from generation.types import Request, SamplingParams
 from model.collectives import Communicator
 from model.config import CheckpointError
 from model.kv_cache import KVCache, make_batch
-from model.llama import Llama
+from model.llama import Llama, sharpen
 from model.loader import load_model
 from model.parallel import deal, plan_shards
 from scripts.peers import transformers_model
 from tests.model.ranks import make_model, on_ranks
 from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
+from tests.report import report
 
 RATIOS = [(4, 4), (8, 2), (8, 1), (9, 3), (12, 4)]
 PROMPTS = [[5], [7, 300, 12, 9, 9], list(range(3, 60)), [250, 1, 17] * 9]
@@ -51,6 +52,9 @@ def all_logits(model: Llama, ids: list[int]) -> torch.Tensor | None:
     return model.forward(batch, cache)
 
 
+@report("B110", "ggml-org/llama.cpp#2376")
+@report("B111", "ggml-org/llama.cpp#3364")
+@report("B112", "huggingface/transformers#31554")
 @pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_equal_transformers(heads: int, kv_heads: int, tied: bool) -> None:
@@ -64,6 +68,9 @@ def test_logits_equal_transformers(heads: int, kv_heads: int, tied: bool) -> Non
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
+@report("B231", "Lightning-AI/litgpt#1663")
+@report("B271", "huggingface/transformers#48307")
+@report("B272", "vllm-project/vllm#414")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
 def test_ranks_agree(heads: int, kv_heads: int, ranks: int) -> None:
@@ -86,6 +93,8 @@ def test_generation_on_ranks_equals_one() -> None:
         torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
 
 
+@report("B158", "huggingface/transformers#22861")
+@report("B159", "turboderp-org/exllamav2#200")
 def test_batch_and_chunks_do_not_matter() -> None:
     """B158, B159, B250: a ragged batch and a chunked prompt give what each prompt gets alone."""
     config = tiny_config()
@@ -118,6 +127,7 @@ def test_too_many_ranks_names_the_limit() -> None:
         plan_shards(tiny_config(), 5)
 
 
+@report("B128", "karpathy/llama2.c#356")
 def test_rope_theta_matters() -> None:
     """B128: the configured base is used."""
     config = tiny_config()
@@ -130,6 +140,10 @@ def test_rope_theta_matters() -> None:
     assert (one - two).abs().max() > 1e-2
 
 
+@report("B009", "meta-llama/llama#415")
+@report("B010", "meta-llama/llama#551")
+@report("B165", "meta-llama/llama#594")
+@report("B166", "meta-llama/llama#665")
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_meta_shards_on_any_number_of_ranks(tmp_path: Path, shards: int) -> None:
     """B009, B010, B013, B165, B166: saved for 1, 2 or 4 ranks, loaded on 1 to 4."""
@@ -146,3 +160,17 @@ def test_meta_shards_on_any_number_of_ranks(tmp_path: Path, shards: int) -> None
             return all_logits(model, ids)
 
         torch.testing.assert_close(on_ranks(ranks, on_rank)[0], expected, atol=1e-4, rtol=0)
+
+
+def test_ties_of_bfloat16_logits_are_resolved() -> None:
+    """The likeliest token is the one that float32 would find, though bfloat16 can't tell it from the next."""
+    h = torch.full((2, 32), 1.0, dtype=torch.bfloat16)
+    weight = torch.full((5, 32), 0.5, dtype=torch.bfloat16)
+    weight[3, 0] += 2**-7
+    weight[4] = 0.25
+    rough = h @ weight.T
+    assert rough[0, 3] == rough[0, 0]
+    exact = sharpen(rough, h, weight)
+    assert exact.dtype == torch.float32
+    assert exact.argmax(-1).tolist() == [3, 3]
+    assert exact[0].tolist() == [16, 16, 16, 16 + 2**-7, 8]

@@ -18,6 +18,7 @@ from model.loader import load_model, load_weights, resolve_device, resolve_dtype
 from model.parallel import part_of, plan_shards
 from tests.model.ranks import ThreadCommunicator, Weights
 from tests.model.tiny import TINY_VOCAB, random_weights, save_meta, tiny_config, train_sentencepiece
+from tests.report import report
 
 CPU = torch.device("cpu")
 
@@ -68,6 +69,7 @@ def test_each_local_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert resolve_device("cpu", 0) == CPU
 
 
+@report("B167", "meta-llama/llama3#164")
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """B167: names both numbers and what to do."""
     gpus(monkeypatch, 2)
@@ -81,6 +83,7 @@ def test_unknown_device(device: str) -> None:
         resolve_device(device, 0)
 
 
+@report("B116", "huggingface/text-generation-inference#1104")
 def test_dtype_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """B116: float16 is refused before anything is computed, and never chosen."""
     assert resolve_dtype("auto", CPU) in (torch.float32, torch.bfloat16)
@@ -106,6 +109,9 @@ def test_unknown_dtype() -> None:
 # --- the whole model
 
 
+@report("B011", "meta-llama/llama#736")
+@report("B021", "pytorch/serve#2588")
+@report("B279", "pytorch/serve tp_llama llama-handler.py")
 def test_loads_outside_torchrun(checkpoint: Path) -> None:
     """B021, B279, B011: one process, without torchrun's variables."""
     seen: list[tuple[int, int]] = []
@@ -125,6 +131,7 @@ def test_shorter_context(checkpoint: Path) -> None:
     assert model.max_seq_len == len(model.rotary) == 32
 
 
+@report("B043", "meta-llama/llama#446")
 def test_tokenizer_of_another_model(checkpoint: Path, tmp_path: Path) -> None:
     """B043: found while loading, not when its last token is used."""
     other = train_sentencepiece(tmp_path / "tokenizer.model", TINY_VOCAB + 1)
@@ -141,8 +148,8 @@ def test_smaller_tokenizer_is_fine(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "when"),
     [
-        ({"dtype": "float16"}, "float16 has no fast kernels on a CPU", "opened and closed"),
-        ({"dtype": "half"}, "dtype is 'half'", "opened and closed"),
+        ({"dtype": "float16"}, "float16 has no fast kernels on a CPU", "before"),
+        ({"dtype": "half"}, "dtype is 'half'", "before"),
         ({"max_seq_len": 0}, "max_seq_len is 0, expected at least 1", "opened and closed"),
         ({"device": "tpu"}, "device is 'tpu'", "before"),
         ({"quantization": "int8"}, "quantization is 'int8'", "before"),
@@ -202,6 +209,7 @@ def read_by(config: ModelConfig, world_size: int, rank: int, weights: dict[str, 
     return recorder.sizes
 
 
+@report("B014", "meta-llama/llama#856")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_rank_reads_only_its_part(tied: bool) -> None:
     """B014, B166: of 8 ranks each reads an eighth of every matrix, once; norms are whole everywhere."""
@@ -213,6 +221,7 @@ def test_a_rank_reads_only_its_part(tied: bool) -> None:
         assert read == {name: size if "norm" in name else size // 8 for name, size in sizes.items()}
 
 
+@report("B271", "huggingface/transformers#48307")
 @pytest.mark.parametrize(("heads", "kv_heads", "world_size"), [(9, 3, 2), (8, 2, 8), (12, 4, 3), (8, 1, 5)])
 def test_parts_cover_each_parameter_once(heads: int, kv_heads: int, world_size: int) -> None:
     """Uneven deals; key/value heads are on several ranks only where there are fewer of them than ranks (B271)."""

@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from model.config import CheckpointError
 from model.tokenizer import BPETokenizer, SentencePieceTokenizer, Tokenizer, tokenizer_from_gguf
 from model.tokenizer_bpe import PRE_TOKENIZERS, byte_alphabet
+from tests.report import report
 
 from .tiny import CORPUS, train_sentencepiece
 from .tiny_bpe import bpe_metadata
@@ -181,6 +182,7 @@ class TestFiles:
         with pytest.raises(CheckpointError, match=r"tokenizer\.model can't be read: No such file"):
             SentencePieceTokenizer.from_file(tmp_path / "tokenizer.model")
 
+    @report("B127", "ggml-org/llama.cpp#4077")
     @pytest.mark.parametrize(
         ("content", "what"),
         [
@@ -208,6 +210,8 @@ class TestFiles:
 
 
 class TestGGUFSentencePiece:
+    @report("B268", "huggingface/candle#3670")
+    @report("B269", "huggingface/transformers#31630")
     def test_same_ids_and_text(self, spm: SentencePieceTokenizer, oracle: sentencepiece.SentencePieceProcessor) -> None:
         """B268, B269: tokens and scores alone give the model back."""
         rebuilt = tokenizer_from_gguf(spm_metadata(oracle))
