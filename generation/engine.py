@@ -235,28 +235,36 @@ class Engine:
         """Append each sequence's token, and end those that are done."""
         outputs = []
         now = time.monotonic()
-        for sequence, token, logprob in zip(sequences, sampled.token_ids, sampled.logprobs, strict=True):
+        for i, (sequence, token) in enumerate(zip(sequences, sampled.token_ids, strict=True)):
             self.meter.token(sequence, now)
-            outputs.append(self._append(sequence, token, logprob))
+            if token is None:
+                outputs.append(self._fail(sequence, sampled.errors[i]))
+            else:
+                outputs.append(self._append(sequence, token, sampled.logprobs[i]))
         return outputs
 
-    def _append(self, sequence: Sequence, token: int | None, logprob: TokenLogprob | None) -> Output:
-        params = sequence.request.params
-        if params.max_tokens == 0 and token is not None:
+    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> Output:
+        params, constraint = sequence.request.params, sequence.request.constraint
+        if params.max_tokens == 0:
             return self._finish(sequence, "length")
-        if token is None:
-            output = self._finish(sequence, "error")
-            output.error = "the model's logits are not finite for this request"
+        # A constraint has allowed the stop id because the text is complete, maybe with nothing else to say.
+        own_end = token in self.model.config.stop_ids and (not params.ignore_eos or constraint is not None)
+        if own_end or token in params.stop_token_ids:
+            output = self._finish(sequence, "stop")
+            output.end = logprob
             return output
-        if token in self.model.config.stop_ids and not params.ignore_eos:
-            return self._finish(sequence, "stop")
         sequence.ids.append(token)
         self.meter.generated_tokens += 1
         sequence.unsent.append((token, logprob))
         detokenizer = sequence.request.detokenizer
         text = "" if detokenizer is None else detokenizer.push(token)
         reason: FinishReason | None = None
-        if detokenizer is not None and detokenizer.stopped:
+        if constraint is not None:
+            try:
+                constraint.accept(token)
+            except Exception as error:  # whatever a library does with one request's grammar, the others go on
+                return self._fail(sequence, str(error), text)
+        if (detokenizer is not None and detokenizer.stopped) or (constraint is not None and constraint.finished):
             reason = "stop"
         elif sequence.n_generated >= params.max_tokens or len(sequence.ids) >= self.max_seq_len:
             reason = "length"
@@ -282,6 +290,11 @@ class Engine:
             completion_tokens=sequence.n_generated,
         )
         sequence.sent += 1
+        return output
+
+    def _fail(self, sequence: Sequence, error: str, text: str = "") -> Output:
+        output = self._finish(sequence, "error", text)
+        output.error = error
         return output
 
     def _finish(self, sequence: Sequence, reason: FinishReason, text: str = "") -> Output:

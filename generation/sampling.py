@@ -7,9 +7,11 @@ token that crosses p kept): sorted by probability, a token is dropped where the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,19 +46,22 @@ def sample_top_p(probs: Tensor, p: float) -> Tensor:
 
 @dataclass
 class Sampled:
-    """One step's choice for each row; `token_ids[i]` is None where row i's logits were not finite."""
+    """One step's choice for each row; `token_ids[i]` is None where row i has none, and `errors` says why."""
 
     token_ids: list[int | None]
     logprobs: list[TokenLogprob | None]
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
     """Choose the next token of each sequence from its row of `logits` (R, V), float32."""
     best, greedy_ids = logits.max(-1)
     finite = torch.isfinite(best).tolist()
-    adjusted = _adjust(logits, sequences)
+    allowed, errors = _masks(sequences)
+    errors |= {i: "the model's logits are not finite for this request" for i, ok in enumerate(finite) if not ok}
+    adjusted = _adjust(_constrain(logits, allowed), sequences)
     ids = (greedy_ids if adjusted is logits else adjusted.argmax(-1)).tolist()
-    rows = [i for i, s in enumerate(sequences) if finite[i] and not s.request.params.greedy]
+    rows = [i for i, s in enumerate(sequences) if i not in errors and not s.request.params.greedy]
     if rows:
         every = len(rows) == len(sequences)
         drawn = draw(
@@ -66,14 +71,14 @@ def sample(logits: Tensor, sequences: SequenceOf[Sequence]) -> Sampled:
         )
         for i, token in zip(rows, drawn, strict=True):
             ids[i] = token
-    wanted = [i for i, s in enumerate(sequences) if finite[i] and s.request.params.logprobs]
+    wanted = [i for i, s in enumerate(sequences) if i not in errors and s.request.params.logprobs]
     logprobs: list[TokenLogprob | None] = [None] * len(sequences)
     if wanted:
         tops = [sequences[i].request.params.top_logprobs for i in wanted]
         scored = token_logprobs(logits[wanted], [ids[i] for i in wanted], tops)
         for i, logprob in zip(wanted, scored, strict=True):
             logprobs[i] = logprob
-    return Sampled([token if ok else None for token, ok in zip(ids, finite, strict=True)], logprobs)
+    return Sampled([None if i in errors else token for i, token in enumerate(ids)], logprobs, errors)
 
 
 def token_logprobs(logits: Tensor, ids: SequenceOf[int], tops: SequenceOf[int]) -> list[TokenLogprob]:
@@ -86,6 +91,31 @@ def token_logprobs(logits: Tensor, ids: SequenceOf[int], tops: SequenceOf[int]) 
     values, indices = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
     table = [tuple(zip(i, v, strict=True)) for i, v in zip(indices.tolist(), values.tolist(), strict=True)]
     return [TokenLogprob(ids[i], chosen[i], table[i][: tops[i]]) for i in range(len(ids))]
+
+
+def _masks(sequences: SequenceOf[Sequence]) -> tuple[dict[int, np.ndarray], dict[int, str]]:
+    """The allowed ids of each row that has a constraint, see `Constraint.mask`, and what went wrong, by row."""
+    masks, errors = {}, {}
+    for i, sequence in enumerate(sequences):
+        if sequence.request.constraint is not None:
+            try:
+                masks[i] = sequence.request.constraint.mask()
+            except Exception as error:  # whatever a library does with one request's grammar, the others go on
+                errors[i] = str(error)
+    return masks, errors
+
+
+def _constrain(logits: Tensor, masks: dict[int, np.ndarray]) -> Tensor:
+    """A copy of `logits` (R, V), minus infinity at what the masks don't allow; `logits` itself without masks."""
+    if not masks:
+        return logits
+    bits = np.unpackbits(np.stack(list(masks.values())), axis=-1, count=logits.shape[-1], bitorder="little")
+    refused = torch.from_numpy(bits == 0).to(logits.device)  # (rows with a mask, V)
+    if len(masks) == len(logits):
+        return logits.masked_fill(refused, -math.inf)
+    constrained, rows = logits.clone(), list(masks)
+    constrained[rows] = logits[rows].masked_fill(refused, -math.inf)
+    return constrained
 
 
 def _adjust(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:

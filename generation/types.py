@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, Protocol, TypedDict
 
 import numpy as np
 
@@ -78,7 +78,10 @@ class SamplingParams:
     """Pairs (token id, value added to its logit)."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    """Ids that end the answer beside the model's own; like those they are not part of it."""
     ignore_eos: bool = False
+    """Whether the model's own stop ids are taken for any other token."""
     logprobs: bool = False
     """Log probability of each new token, from the distribution before temperature and filters."""
     top_logprobs: int = 0
@@ -120,6 +123,23 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
+class Constraint(Protocol):
+    """What an answer may say next; the state of one sequence, of which `structured.py` has the maker.
+
+    A method that raises ends its request with an error.
+    """
+
+    def mask(self) -> np.ndarray:
+        """The ids allowed next, stop ids where the text may end: (ceil(V / 8),) uint8, a bit each, lowest first."""
+
+    def accept(self, token_id: int) -> None:
+        """Go on behind an allowed token that is no stop id."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete and can't go on."""
+
+
 @dataclass
 class Request:
     """One prompt to be continued once; the submitter's own name for it is `request_id`."""
@@ -131,6 +151,9 @@ class Request:
     """Turns ids into text and finds stop strings; without one only ids are returned."""
     deadline: float | None = None
     """Time of `time.monotonic()` at which the request ends with what it has."""
+    constraint: Constraint | None = None
+    """What the answer must look like; its own object, not another request's. The model's stop ids then end the answer
+    even with `ignore_eos`."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +179,8 @@ class Output:
     prompt_logprobs: list[TokenLogprob] | None = None
     """For prompt tokens 1, 2, ...; complete, in the output that ends the prompt."""
     finish_reason: FinishReason | None = None
+    end: TokenLogprob | None = None
+    """The stop id that ended the request, which is not among `token_ids`; where log probabilities are asked for."""
     error: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0

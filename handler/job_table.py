@@ -18,7 +18,7 @@ from enum import Enum
 from generation.types import Output
 
 from .errors import InternalError, RequestError, TooLarge
-from .native_api import Job
+from .reply import Job
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,10 @@ from typing import Any, NoReturn
 
 from ts.torch_handler.base_handler import BaseHandler
 
-from handler import health
-from handler.errors import InternalError, NotFound, RequestError
+from handler.errors import InternalError, RequestError
 from handler.job_table import JobTable, Part, Piece, failure
-from handler.native_api import build_job
-from handler.request import parse_body
+from handler.metrics import MetricsThread
+from handler.routes import Call, answer
 from handler.serving import Serving, start_serving
 
 logger = logging.getLogger("handler.llama_handler")  # TorchServe imports this file as a module of its own
@@ -34,6 +33,7 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
         super().__init__()
         self.rank = 0
         self.serving: Serving | None = None
+        self.metrics: MetricsThread | None = None
         self.jobs = JobTable(lambda request_id: None, stream_interval=0)
 
     def initialize(self, context: Any) -> None:
@@ -56,6 +56,9 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
         self.jobs = JobTable(
             engine.cancel, stream_interval=settings.stream_interval, max_reply_bytes=settings.max_reply_bytes
         )
+        if self.rank == 0:
+            self.metrics = MetricsThread(context.metrics, context.model_name, engine)
+            self.metrics.start()
         self.initialized = True
 
     def _deliver(self, outputs: Any) -> None:
@@ -72,7 +75,13 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
             self.jobs.wait(POLL_S)
         pieces = {index: answered.get(index) or self.jobs.take(job_id) for index, job_id in ids.items()}
         self.jobs.rest()
+        self._count_errors(pieces)
         return _reply(pieces, context)
+
+    def _count_errors(self, pieces: dict[int, Piece | None]) -> None:
+        for piece in pieces.values():
+            if piece is not None and piece.status >= 400 and self.metrics is not None:
+                self.metrics.count_error(piece.status)
 
     def _admit(self, data: list[dict[str, Any]], context: Any, ids: dict[int, str]) -> dict[int, Piece]:
         """Hand the new requests to the engine. Returns the replies to those that need none of it, by index."""
@@ -95,15 +104,9 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
         """Answer a new request, or start its job and return None."""
         if self.serving is None:
             raise InternalError("the model is not loaded")
-        path = str(headers.get("url_path") or "").strip("/")
-        if path == "v1/health":
-            return health.reply(self.serving)
-        if path:
-            raise NotFound(f"there is nothing at {path!r}; this model answers at its own path, and v1/health below it")
-        body = parse_body(row, _content_type(row, headers))
-        if self.serving.context.settings.log_prompts:
-            logger.info("request %s: %r", job_id, body)
-        job = build_job(job_id, body, self.serving.context)
+        job = answer(Call(job_id, row, headers), self.serving)
+        if isinstance(job, Piece):
+            return job
         for request in job.requests:
             self.serving.engine.check(request)
         self.jobs.add(job)
@@ -129,16 +132,6 @@ def drain(frontend: socket.socket) -> NoReturn:
     while frontend.recv(1 << 20):
         pass
     sys.exit(0)  # as TorchServe's own loop ends
-
-
-def _content_type(row: dict[str, Any], headers: dict[str, Any]) -> str | None:
-    """The content type of the request's only field, as TorchServe passes it beside the real headers."""
-    for name in row:
-        value = headers.get(name)
-        if isinstance(value, dict):
-            return str(value.get("content-type") or "")
-    value = headers.get("content-type") or headers.get("Content-Type")
-    return str(value) if value else None
 
 
 def _reply(pieces: dict[int, Piece | None], context: Any) -> list[bytes | str]:

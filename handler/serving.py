@@ -13,11 +13,13 @@ from typing import Any
 from generation.chat_format import chat_format_for
 from generation.engine import Engine, EngineSettings, agreed_cache_tokens
 from generation.engine_thread import EngineThread
+from generation.meter import Meter
+from generation.structured import Constraints
 from generation.types import Output, Request, SamplingParams
 from model.loader import load_model
 from model.process import die_with_parent, own_cores
 
-from .native_api import ServingContext
+from .building import ServingContext
 from .settings import load_settings
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,8 @@ def start_serving(
         vocab_size=model.config.vocab_size,
         max_seq_len=engine.max_seq_len,
         model_name=settings.served_model_name or model_name,
+        aliases=frozenset({model_name}),
+        constraints=Constraints(tokenizer, model.config.vocab_size, model.config.stop_ids),
     )
     cores = None
     if model.device.type == "cpu":
@@ -109,6 +113,7 @@ def _warm_up(engine: Engine) -> None:
         engine.step()
     engine.heartbeat(stop=True)
     engine.finished.clear()
+    engine.meter = Meter()
 
 
 def _log_progress(done: int, total: int) -> None:

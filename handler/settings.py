@@ -114,6 +114,8 @@ class HandlerSettings(BaseModel):
     """Most new tokens of one choice: a larger `max_gen_len` is lowered to it, and the answer ends with "length"."""
     max_prompts: int = _count(64)
     """Most prompts times choices in one request."""
+    max_waiting: int | None = _count(1024)
+    """Where so many prompts and choices wait in the engine already, a further request is refused (429)."""
     request_timeout: float | None = Field(600.0, gt=0, description=f"{_SECONDS} above 0, or null for no limit")
     stream_interval: float = Field(0.05, ge=0, le=10, description=f"{_SECONDS} between 0 and 10")
     """Seconds for which new text is gathered before it is sent; 0 sends each token by itself."""
@@ -166,7 +168,7 @@ def _canonical(section: dict[Any, Any], lines: list[str]) -> tuple[dict[str, Any
         name = ALIASES.get(str(key), str(key))
         if name in names:
             lines.append(f"handler.{key} and handler.{names[name]} are the same key, expected one of them")
-        elif value is None and name not in ("max_gen_len", "request_timeout"):
+        elif value is None and name not in ("max_gen_len", "max_waiting", "request_timeout"):
             names[name] = str(key)  # `key:` with nothing after it is as good as absent
         else:
             fields[name], names[name] = value, str(key)

@@ -205,5 +205,5 @@ class Llama:
         logits = self.output(h)
         if self.dtype == torch.bfloat16 and self.device.type == "cpu" and self.output.weight is not None:
             logits = sharpen(logits, h, self.output.weight)
-        logits = self.comm.gather(logits, [len(s.vocab) for s in self.shards])
-        return None if logits is None else logits.float()
+        gathered = self.comm.gather(logits, [len(s.vocab) for s in self.shards])
+        return None if gathered is None else gathered.float()

@@ -16,6 +16,7 @@ from generation.types import Output, Request, SamplingParams
 from model.llama import Llama
 from tests.model.ranks import make_model
 from tests.model.tiny import random_weights, tiny_config
+from tests.report import report
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -144,6 +145,7 @@ def test_cancel_frees_everything_at_the_next_step(model: Llama) -> None:
     assert engine.stats().finished == {"cancelled": 10}
 
 
+@report("B136", "pytorch/serve#1812")
 def test_deadline_ends_with_what_there_is(model: Llama) -> None:
     """B136."""
     engine = make_engine(model)
@@ -193,6 +195,16 @@ def test_stop_id_ends_and_is_not_returned() -> None:
     assert outputs[-1].completion_tokens == free.index(free[4])
 
 
+def test_stop_ids_of_a_request(model: Llama) -> None:
+    """They end its answer, also where the model's own don't, and are not returned."""
+    free = answer(model, [9, 10])
+    engine = make_engine(model)
+    engine.submit(Request("r", [9, 10], SamplingParams(**GREEDY, stop_token_ids=frozenset({free[4], 5}))))
+    outputs = finish(engine)["r"]
+    assert ids_of(outputs) == free[: free.index(free[4])]
+    assert outputs[-1].finish_reason == "stop"
+
+
 def test_length_limits(model: Llama) -> None:
     """B046, B244: a prompt of max_seq_len - 1 gets one token, a longer one is refused with both lengths."""
     limit = model.max_seq_len
@@ -208,6 +220,7 @@ def test_length_limits(model: Llama) -> None:
     assert not engine.busy
 
 
+@report("B218", "meta-llama/llama#869")
 def test_scoring_only(model: Llama) -> None:
     """B034, B035, B037, B218, B219: no new token, every prompt token but the first scored."""
     engine = make_engine(model, prefill_chunk=8)
@@ -221,6 +234,8 @@ def test_scoring_only(model: Llama) -> None:
     assert all(x.logprob < 0 and len(x.top) == 2 for x in output.prompt_logprobs)
 
 
+@report("B250", "exo-explore/exo#1908")
+@report("B251", "sgl-project/sglang#32775")
 def test_long_prompt_does_not_stall_running_streams(model: Llama) -> None:
     """B250, B251: every step that computes a part of a prompt gives the running sequences their token too."""
     engine = make_engine(model, prefill_chunk=16)

@@ -12,6 +12,7 @@ from generation.engine_thread import EngineThread
 from generation.types import Output, Request, SamplingParams
 from tests.model.ranks import make_model
 from tests.model.tiny import random_weights, tiny_config
+from tests.report import report
 
 
 @pytest.fixture
@@ -64,6 +65,7 @@ def test_failure_ends_the_process(engine: Engine, monkeypatch: pytest.MonkeyPatc
     thread.stop()
 
 
+@report("B029", "openvinotoolkit/model_server#4503")
 def test_hanging_step_ends_the_process(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """B029: a stuck engine doesn't stay up with every request hanging."""
     collector = Collector()

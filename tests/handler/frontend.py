@@ -6,19 +6,21 @@ import json
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import yaml
+from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl
 from ts.model_loader import TsModelLoader
 from ts.service import Service
 
 from generation.engine import Engine
 from handler import llama_handler
 from handler.llama_handler import LlamaHandler
+from scripts.run_dir import ROOT
 
 MAX_SEQ_LEN = 128
 
@@ -75,21 +77,22 @@ class Frontend:
     def __init__(self, model_dir: Path, rows: str = "body") -> None:
         handle, initialize = TsModelLoader()._get_class_entry_point(llama_handler)
         manifest = {"model": {"configFile": "model-config.yaml"}}
-        metrics = SimpleNamespace(add_time=lambda name, value: None)
-        self.service = Service("llama2", str(model_dir), manifest, handle, None, 16, metrics_cache=metrics)
+        self.service = Service("llama2", str(model_dir), manifest, handle, None, 16, metrics_cache=metrics_cache())
         self.service.set_cl_socket(None)
         self.handler: LlamaHandler = handle.__self__
         self.open: dict[str, dict[str, Any]] = {}
         self.replies: dict[str, Reply] = {}
         initialize(self.service.context)
 
-    def send(self, request_id: str, value: Any, *, name: str = "body", content_type: str = "application/json") -> Reply:
-        """Put a request into the next poll; dicts are sent as JSON in bytes."""
+    def send(
+        self, request_id: str, value: Any, *, name: str = "body", content_type: str = "application/json", path: str = ""
+    ) -> Reply:
+        """Put a request to `path` below the model into the next poll; dicts are sent as JSON in bytes."""
         if isinstance(value, dict):
             value = bytearray(json.dumps(value).encode("utf-8"))
         self.open[request_id] = {
             "requestId": request_id.encode(),
-            "headers": [{"name": b"host", "value": b"localhost"}],
+            "headers": [{"name": b"host", "value": b"localhost"}, {"name": b"url_path", "value": path.encode()}],
             "parameters": [{"name": name, "contentType": content_type, "value": value}],
         }
         self.replies[request_id] = Reply()
@@ -140,6 +143,18 @@ class Frontend:
     def close(self) -> None:
         if self.handler.serving is not None:
             self.handler.serving.thread.stop()
+        if self.handler.metrics is not None:
+            self.handler.metrics.stop()
+
+
+def metrics_cache(path: Path = ROOT / "metrics.yaml") -> MetricsCacheYamlImpl:
+    """A worker's `context.metrics`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # TorchServe leaves the file open
+        cache = MetricsCacheYamlImpl(path)
+        cache.initialize_cache()
+    cache.model_name = "llama2"
+    return cache
 
 
 def configuration(checkpoint: Path, **changes: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from generation.types import Output
 from handler.errors import InternalError, InvalidRequest, QueueFull
 from handler.job_table import Part, Piece, failure
 from tests.handler.desk import INTERVAL, Desk
+from tests.report import report
 
 JSON, EVENTS = "application/json; charset=utf-8", "text/event-stream; charset=utf-8"
 DONE = "data: [DONE]\n\n"
@@ -193,6 +194,7 @@ def test_missing_jobs_are_canceled(desk: Desk) -> None:
     assert len(desk.canceled) == 3
 
 
+@report("B028", "ray-project/ray#41199")
 def test_output_for_a_vanished_job_is_ignored(desk: Desk) -> None:
     """B028."""
     desk.add("a")
@@ -214,6 +216,7 @@ def test_a_job_id_may_hold_slashes(desk: Desk) -> None:
     assert sent(desk.table.take("a/b/0")).part is Part.WHOLE
 
 
+@report("B148", "pytorch/serve#1780")
 def test_nothing_is_kept_of_a_thousand_jobs(desk: Desk) -> None:
     """B148, B253."""
     for i in range(1000):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -18,11 +19,12 @@ from ts.utils.util import list_classes_from_module
 
 from generation import load, text_completion
 from generation.engine_thread import EngineThread
-from handler import llama_handler, serving
+from handler import llama_handler, routes, serving
 from handler.errors import QueueFull
 from handler.llama_handler import LlamaHandler, drain
 from tests.handler.frontend import MAX_SEQ_LEN, Frontend, Gate, archive, configuration
 from tests.model.tiny import random_weights, save_meta, tiny_config
+from tests.report import report
 
 PROMPTS = [f"{number} quick brown foxes jump over the lazy dog" for number in range(1, 17)]
 GREEDY = {"temperature": 0, "max_gen_len": 12, "ignore_eos": True}
@@ -113,6 +115,8 @@ def test_stream_that_is_one_piece(frontend: Frontend, answers: Sequence[str], mo
     assert "".join(event.get("delta", "") for event in reply.events) == answers[2]
 
 
+@report("B139", "pytorch/serve#730")
+@report("B140", "pytorch/serve#3284")
 def test_list_of_prompts_is_one_reply(frontend: Frontend, answers: Sequence[str]) -> None:
     """B139: several prompts in one request."""
     reply = frontend.ask({"prompt": PROMPTS[:8], **GREEDY})
@@ -135,6 +139,8 @@ def test_one_bad_request_among_good_ones(frontend: Frontend, answers: Sequence[s
     assert len(frontend.handler.jobs) == 0
 
 
+@report("B140", "pytorch/serve#3284")
+@report("B026", "pytorch/serve#3160")
 def test_request_may_join_others_under_way(frontend: Frontend, answers: Sequence[str]) -> None:
     """B026, B185: rows come and go between polls; each reply goes to its own request."""
     replies = []
@@ -148,6 +154,7 @@ def test_request_may_join_others_under_way(frontend: Frontend, answers: Sequence
     assert texts == answers
 
 
+@report("B255", "pytorch/serve#2628")
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_that_vanishes_is_canceled(
     frontend: Frontend, answers: Sequence[str], monkeypatch: pytest.MonkeyPatch, stream: bool
@@ -171,6 +178,37 @@ def test_request_that_vanishes_is_canceled(
     assert stays.json["generation"] == answers[3]
     assert engine.finished.get("cancelled", 0) == before + 2
     assert len(frontend.handler.jobs) == 0
+
+
+def test_time_runs_out_for_what_runs_and_what_waits(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that runs ends with its text so far, the one that still waits with none."""
+    engine = frontend.engine
+    monkeypatch.setattr(engine.scheduler, "max_seqs", 1)
+    gate = Gate(engine.step, 5)
+    monkeypatch.setattr(engine, "step", gate)
+    body = {"prompt": "x", "temperature": 0, "max_gen_len": 100, "ignore_eos": True}
+    runs, waits = frontend.send("runs", body), frontend.send("waits", body)
+    frontend.poll()
+    assert gate.reached.wait(30)
+    for entry in frontend.handler.jobs._entries.values():
+        assert entry.job.requests[0].deadline is not None
+        entry.job.requests[0].deadline = 0.0
+    gate.opened.set()
+    frontend.finish()
+    assert [reply.json["finish_reason"] for reply in (runs, waits)] == ["timeout"] * 2
+    assert [reply.json["usage"]["completion_tokens"] for reply in (runs, waits)] == [5, 0]
+    assert (bool(runs.json["generation"]), waits.json["generation"]) == (True, "")
+
+
+def test_full_engine_is_429(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B189: with the time to try again; counted as an error."""
+    stats = frontend.engine.stats()
+    monkeypatch.setattr(frontend.engine, "stats", lambda: dataclasses.replace(stats, waiting=1024))
+    reply = frontend.ask({"prompt": "x"})
+    assert (reply.status, reply.phrase, reply.headers["Retry-After"]) == (429, "Too Many Requests", "1")
+    assert "1024 prompts wait in the engine, expected fewer than 1024 (max_waiting)" in reply.json["error"]["message"]
+    assert frontend.handler.metrics is not None
+    assert frontend.handler.metrics._errors[429] == 1
 
 
 @pytest.mark.parametrize("name", ["body", "data"])
@@ -211,7 +249,7 @@ def test_retry_after_is_passed_on(frontend: Frontend, monkeypatch: pytest.Monkey
     def full(*_: Any) -> Any:
         raise QueueFull("the queue is full")
 
-    monkeypatch.setattr(llama_handler, "build_job", full)
+    monkeypatch.setattr(routes, "build_job", full)
     reply = frontend.ask({"prompt": "x"})
     assert (reply.status, reply.phrase) == (429, "Too Many Requests")
     assert reply.headers["Retry-After"] == "1"
@@ -227,7 +265,7 @@ def test_bug_while_reading_is_a_500_of_that_request(
     def fail(*_: Any) -> Any:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(llama_handler, broken, fail)
+    monkeypatch.setattr(routes, broken, fail)
     bad = frontend.send("bad", {"prompt": "x"})
     frontend.finish()
     assert (bad.status, bad.json["error"]["type"]) == (500, "internal_error")
@@ -296,6 +334,8 @@ def load_error(folder: Path, config: dict[str, Any]) -> str:
     return message.removeprefix("llama2 can't be served: ")
 
 
+@report("B008", "meta-llama/llama#40")
+@report("B016", "pytorch/serve#806")
 def test_missing_checkpoint(tmp_path: Path) -> None:
     """B008, B015, B016: one line that names the directory."""
     message = load_error(tmp_path, configuration(tmp_path / "nowhere"))
@@ -307,6 +347,7 @@ def test_missing_checkpoint(tmp_path: Path) -> None:
     assert "no model in this directory" in message
 
 
+@report("B017", "pytorch/serve#498")
 def test_unknown_key(tmp_path: Path, checkpoint: Path) -> None:
     """B017."""
     message = load_error(tmp_path, configuration(checkpoint, temprature=0.5))
@@ -322,6 +363,7 @@ def test_every_mistake_is_told_at_once(tmp_path: Path, checkpoint: Path) -> None
         assert sum(key in line for line in lines) == 1
 
 
+@report("B145", "pytorch/serve#2405")
 def test_checkpoint_inside_the_archive(tmp_path: Path, checkpoint: Path) -> None:
     """B145: a relative path is one inside the archive."""
     (tmp_path / "weights").symlink_to(checkpoint)
@@ -344,6 +386,7 @@ def test_bodies_are_left_to_the_handler(server: Frontend) -> None:
     assert os.environ["TS_DECODE_INPUT_REQUEST"] == "false"
 
 
+@report("B280", "pytorch/serve tp_llama llama-handler.py")
 def test_nothing_of_a_request_is_logged(
     frontend: Frontend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,7 +399,7 @@ def test_nothing_of_a_request_is_logged(
     frontend.ask({"prompt": "xylophone zebra", "temperature": 9})
     frontend.ask(b'{"prompt": "xylophone zebra"')
     frontend.ask({"dialog": [{"role": "user", "content": "xylophone zebra [INST]"}]})
-    monkeypatch.setattr(llama_handler, "build_job", lambda *_: 1 / 0)
+    monkeypatch.setattr(routes, "build_job", lambda *_: 1 / 0)
     frontend.ask({"prompt": "xylophone zebra"})
     logged = [record for record in caplog.records if record.levelno >= logging.INFO]
     assert any("failed while it was read" in record.getMessage() for record in logged)
@@ -379,6 +422,7 @@ def test_other_ranks_read_until_the_frontend_closes() -> None:
         assert ours.recv(1) == b""
 
 
+@report("B022", "pytorch/serve#2522")
 def test_other_ranks_answer_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """B022: rank 0 alone replies."""
     handler = LlamaHandler()
@@ -388,3 +432,38 @@ def test_other_ranks_answer_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         theirs.close()
         with pytest.raises(SystemExit):
             handler.handle([{"body": b"{}"}], SimpleNamespace(cl_socket=ours))
+
+
+# --- paths
+
+
+def test_openai_paths(frontend: Frontend, answers: Sequence[str]) -> None:
+    """B152: the rest of the path chooses; a slash at its end changes nothing."""
+    body = {"model": "llama2", "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    for path in ("v1/completions", "v1/completions/"):
+        reply = frontend.ask(body, path=path)
+        assert (reply.status, reply.json["object"]) == (200, "text_completion")
+        assert reply.json["choices"][0]["text"] == answers[0]
+    chat = frontend.ask({"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}, path="v1/chat/completions")
+    assert chat.json["object"] == "chat.completion"
+    assert frontend.ask(b"", path="v1/models").json["data"][0]["id"] == "llama2"
+    assert frontend.ask(b"", path="v1/models/llama2").json["id"] == "llama2"
+    count = frontend.ask({"prompt": "x"}, path="v1/tokenize").json["count"]
+    assert count == len(frontend.ask({"prompt": "x"}, path="v1/tokenize").json["tokens"])
+    assert frontend.ask({"tokens": []}, path="v1/detokenize").json == {"prompt": ""}
+    assert frontend.ask(b"", path="v1/health").json["status"] == "ok"
+
+
+@pytest.mark.parametrize("path", ["v1", "v1/embeddings", "v1/chat", "v1/models/gpt-4", "x" * 500])
+def test_unknown_paths(frontend: Frontend, path: str) -> None:
+    reply = frontend.ask(b"", path=path)
+    assert (reply.status, reply.phrase) == (404, "Not Found")
+    assert reply.json["error"]["type"] == "not_found_error"
+    assert len(reply.json["error"]["message"]) < 400
+
+
+@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/completions", "v1/tokenize", "v1/detokenize"])
+@pytest.mark.parametrize("value", [b"", b"{", b'"text"', b"[]", b'{"model": 5}'])
+def test_bad_openai_bodies(frontend: Frontend, path: str, value: bytes) -> None:
+    reply = frontend.ask(value, path=path)
+    assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")

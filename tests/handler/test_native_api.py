@@ -4,43 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generation.chat_format import Llama2ChatFormat
 from generation.detokenizer import Detokenizer
 from generation.engine import Engine, EngineSettings
 from generation.types import Output, TokenLogprob
 from handler.errors import InternalError, InvalidRequest, Unavailable
 from handler.native_api import Job, ServingContext, build_job
-from handler.settings import HandlerSettings
 from model.loader import load_model
 from model.tokenizer import SentencePieceTokenizer
+from tests.handler.context import MAX_SEQ_LEN, make_context
 from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
 
 DIALOG = [{"role": "user", "content": "hi"}]
-MAX_SEQ_LEN = 64
 SCORES = ("tokens", "logprobs", "top_logprobs")
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
     return SentencePieceTokenizer.from_file(train_sentencepiece(tmp_path_factory.mktemp("spm") / "tokenizer.model"))
-
-
-def make_context(tokenizer: SentencePieceTokenizer, **settings: Any) -> ServingContext:
-    return ServingContext(
-        tokenizer,
-        Llama2ChatFormat(tokenizer),
-        HandlerSettings(checkpoint=Path("x"), **settings),
-        tokenizer.n_words,
-        MAX_SEQ_LEN,
-        "llama2",
-    )
 
 
 @pytest.fixture(scope="module")

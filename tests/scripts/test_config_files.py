@@ -14,6 +14,7 @@ import yaml
 from handler.settings import load_settings
 from scripts.run_dir import ROOT, read_properties
 from scripts.server import STARTUP_TIMEOUT
+from tests.report import report
 
 
 @pytest.fixture
@@ -27,6 +28,10 @@ def properties() -> dict[str, str]:
     return read_properties((ROOT / "config.properties").read_text(encoding="utf-8"))
 
 
+@report("B133", "pytorch/serve#2061")
+@report("B134", "pytorch/serve#3202")
+@report("B135", "pytorch/serve#1591")
+@report("B149", "pytorch/serve#2207")
 def test_model_config_is_usable_as_it_is(config: dict[str, Any], tmp_path: Path) -> None:
     """B133, B134, B149: parallel type, ranks and generous timeouts are set, each under its own key."""
     (tmp_path / "weights").mkdir()
@@ -39,12 +44,14 @@ def test_model_config_is_usable_as_it_is(config: dict[str, Any], tmp_path: Path)
     assert config["startupTimeout"] > config["responseTimeout"]
 
 
+@report("B130", "meta-llama/llama-cookbook#186")
 def test_ranks_meet_at_a_free_port(config: dict[str, Any]) -> None:
     """B130: with a fixed port a second server on the machine would join, or be refused by, the first."""
     assert config["torchrun"]["rdzv-backend"] == "c10d"
     assert config["torchrun"]["rdzv-endpoint"] == "localhost:0"
 
 
+@report("B032", "pytorch/serve#2754")
 def test_properties_are_safe_to_deploy(properties: dict[str, str]) -> None:
     assert properties["disable_token_authorization"] == "false"
     assert properties["management_address"].startswith("http://127.0.0.1:")
@@ -52,15 +59,18 @@ def test_properties_are_safe_to_deploy(properties: dict[str, str]) -> None:
     assert properties["allowed_urls"] == "file://none"
 
 
+@report("B257", "pytorch/serve#430")
 def test_large_bodies_are_let_through(properties: dict[str, str]) -> None:
     """B257: the default of 6.5 MB is too little for long prompts and log probabilities."""
     assert int(properties["max_request_size"]) >= 64 * 2**20
     assert int(properties["max_response_size"]) >= 64 * 2**20
 
 
+@report("B260", "kserve/kserve#3983")
 def test_metrics_are_in_prometheus_form(properties: dict[str, str]) -> None:
     """B260: in the default mode the metrics port stays empty."""
     assert properties["metrics_mode"] == "prometheus"
+    assert (ROOT / properties["metrics_config"]).is_file()
 
 
 def test_frontend_logs_warnings_only_and_the_model_everything() -> None:

@@ -11,6 +11,7 @@ import yaml
 
 from scripts import package_archive
 from scripts.package_archive import ArchiveOptions, PackagingError, handler_options, model_config, package
+from tests.report import report
 
 HANDLER_SOURCE = "import generation\n"
 
@@ -80,6 +81,7 @@ def config_of(archive: Path) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("root")
 class TestPackage:
+    @report("B146", "pytorch/serve#464")
     def test_folder_holds_the_code_and_no_secrets(self, tmp_path: Path, checkpoint: Path) -> None:
         archive = package(tmp_path / "store", ArchiveOptions(checkpoint, ranks=3))
         assert archive == tmp_path / "store" / "llama2"

@@ -11,6 +11,7 @@ import pytest
 from scripts import run_dir, server
 from scripts.package_archive import ArchiveOptions
 from scripts.run_dir import RunDir, ServerError, free_port
+from tests.report import report
 
 
 def model_log(*messages: str) -> str:
@@ -21,6 +22,7 @@ def model_log(*messages: str) -> str:
 TRACEBACK = ("Traceback (most recent call last):", '  File "x.py", line 1, in load', "    ^^^^")
 
 
+@report("B015", "kserve/kserve#3445")
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
@@ -37,6 +39,7 @@ def test_load_error_of_a_rank(tmp_path: Path, messages: tuple[str, ...], reason:
     assert server.load_error(tmp_path) == reason
 
 
+@report("B014", "meta-llama/llama#856")
 def test_load_error_of_a_rank_without_a_word(tmp_path: Path) -> None:
     """B014: a load that runs out of memory ends with SIGKILL."""
     assert server.load_error(tmp_path) is None

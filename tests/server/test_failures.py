@@ -19,6 +19,7 @@ from scripts.processes import marked
 from scripts.run_dir import RunDir, ServerError, free_port
 from scripts.server import start
 from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
+from tests.report import report
 from tests.server.conftest import Server, serving, until
 
 LONG = {"temperature": 0, "ignore_eos": True, "max_gen_len": 4000}
@@ -48,6 +49,9 @@ def open_stream(server: Server) -> tuple[requests.Response, Iterator[bytes]]:
     return reply, lines
 
 
+@report("B027", "openvinotoolkit/model_server#4428")
+@report("B154", "pytorch/serve#2814")
+@report("B255", "pytorch/serve#2628")
 def test_client_that_leaves_a_stream_frees_its_slot(server: Server) -> None:
     """B027, B028, B154, B255: it alone; the other stream goes on."""
     before = server.health()
@@ -63,6 +67,7 @@ def test_client_that_leaves_a_stream_frees_its_slot(server: Server) -> None:
     assert after["kv_blocks_free"] == after["kv_blocks_total"]
 
 
+@report("B155", "triton-inference-server/server#8982")
 def test_client_that_leaves_a_plain_request_is_noticed(server: Server) -> None:
     """B155."""
     with pytest.raises(requests.Timeout):
@@ -70,6 +75,7 @@ def test_client_that_leaves_a_plain_request_is_noticed(server: Server) -> None:
     until(lambda: server.health()["running"] == 0, timeout=15)
 
 
+@report("B025", "pytorch/serve#2234")
 def test_slow_plain_request_shows_signs_of_life(server: Server) -> None:
     """B025: blanks before the JSON keep proxies and clients awake."""
     body = {"prompt": "Hello", **LONG, "n": 2}
@@ -107,6 +113,7 @@ def test_killed_rank(long_checkpoint: Path, victim: int) -> None:
     assert not marked(token)
 
 
+@report("B029", "openvinotoolkit/model_server#4503")
 def test_hanging_rank_is_noticed(long_checkpoint: Path) -> None:
     """B029: a step that does not end within step_timeout makes the worker start anew."""
     with serving(long_checkpoint, 2, step_timeout=2) as server, ThreadPoolExecutor(1) as pool:
@@ -124,6 +131,10 @@ def test_hanging_rank_is_noticed(long_checkpoint: Path) -> None:
                 os.kill(before[1], signal.SIGKILL)
 
 
+@report("B015", "kserve/kserve#3445")
+@report("B016", "pytorch/serve#806")
+@report("B017", "pytorch/serve#498")
+@report("B117", "ymcui/Chinese-LLaMA-Alpaca#97")
 def test_load_errors_are_told_at_once(long_checkpoint: Path, tmp_path: Path) -> None:
     """B008, B015, B016, B017, B117: one line that names the file and what is wrong, and nothing is left running."""
     with pytest.raises(PackagingError, match="does not exist"):

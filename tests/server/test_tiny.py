@@ -12,6 +12,7 @@ import requests
 
 from generation import chat_completion, generate, text_completion
 from generation.chat_format import chat_format_for
+from tests.report import report
 from tests.server.conftest import Server, serving, until
 from tests.sse import read_stream
 
@@ -64,6 +65,8 @@ def test_answers_equal_the_library(tiny_server: Server, tiny_library: Any) -> No
     assert tiny_server.ask({"messages": DIALOG, **GREEDY})["generation"] == chat["generation"]
 
 
+@report("B026", "pytorch/serve#3160")
+@report("B159", "turboderp-org/exllamav2#200")
 def test_32_at_once_equal_the_library(tiny_server: Server, tiny_library: Any) -> None:
     """B026, B159, B185: ragged requests in flight together, half of them drawn with a seed."""
     model, tokenizer = tiny_library
@@ -186,6 +189,7 @@ def test_text_is_not_escaped(tiny_server: Server) -> None:
     assert "你好".encode() in reply.content
 
 
+@report("B187", "abetlen/llama-cpp-python#1500")
 def test_200_in_a_row_leave_nothing(tiny_server: Server) -> None:
     """B187, B253."""
     with requests.Session() as session:
@@ -197,6 +201,7 @@ def test_200_in_a_row_leave_nothing(tiny_server: Server) -> None:
     assert health["kv_blocks_free"] == health["kv_blocks_total"]
 
 
+@report("B280", "pytorch/serve tp_llama llama-handler.py")
 def test_no_prompt_in_the_logs(tiny_server: Server) -> None:
     """B280, also where the body is broken and where the request fails."""
     secret = "correct-horse-battery-staple"
@@ -209,6 +214,7 @@ def test_no_prompt_in_the_logs(tiny_server: Server) -> None:
         assert secret not in log.read_text(encoding="utf-8", errors="replace"), log
 
 
+@report("B145", "pytorch/serve#2405")
 def test_one_file_with_the_weights_inside(tiny_checkpoint: Path, tiny_library: Any) -> None:
     """B145: a .mar archive, unpacked wherever TorchServe likes, finds its own weights."""
     model, tokenizer = tiny_library
@@ -219,6 +225,7 @@ def test_one_file_with_the_weights_inside(tiny_checkpoint: Path, tiny_library: A
     assert reply["generation"] == tokenizer.decode(ids)
 
 
+@report("B257", "pytorch/serve#430")
 def test_reply_larger_than_allowed(tiny_checkpoint: Path) -> None:
     """B257: a reply that the frontend could not pass on is an error that says so, and the server goes on."""
     with serving(tiny_checkpoint, 1, max_reply_bytes=3000, log_prompts=True) as server:
