@@ -10,13 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from generation.detokenizer import Detokenizer
 from generation.engine import Engine, EngineSettings
-from generation.schema_check import narrowed
-from generation.structured import MAX_CHARACTERS, Compiled, ConstraintError, Constraints
+from generation.structured import Compiled, ConstraintError, Constraints
 from generation.types import Output, Request, SamplingParams
 from model.llama import Llama
 from model.tokenizer import SentencePieceTokenizer, Tokenizer, tokenizer_from_gguf
@@ -347,92 +344,6 @@ def test_a_failing_constraint_ends_its_own_request(setup: Setup, method: str) ->
     assert [answers[i].ids for i in "02"] == [whole[i].ids for i in "02"]
 
 
-def deep(levels: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(levels):
-        schema = {"type": "array", "items": schema}
-    return schema
-
-
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"not": {"type": "string"}}, "not"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "string", "format": "zip"}, "format: zip"),
-        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
-        ({"type": "string", "pattern": "^[\\x00-!]$"}, "NUL"),
-        ({"type": "string", "pattern": "^[\\w--a]$"}, "--"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-        ({"$ref": "http://example.com/x"}, "example.com"),
-        ({"$ref": "#"}, "no answer"),
-        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
-        ({"type": "strin"}, "strin"),
-        ({"type": "object", "minProperties": 2}, "minProperties is 2"),
-        ({"type": "object", "patternProperties": {"^[^a]$": {}}}, "additionalProperties: false"),
-        ({"not": {}, "x-guidance": {"lenient": True}}, "not"),
-        ({"enum": ["x" * 100] * 2000}, "has 206010 characters, expected at most 100000"),
-        (deep(300), "recursion|deep"),
-        (deep(100_000), "nested too deeply"),
-        ({"minimum": float("nan")}, "not JSON"),
-        ({"allOf": [{"type": "string", "pattern": f"a.*{i}"} for i in range(60)]}, "too complex"),
-    ],
-)
-def test_unsupported_schemas_are_named(spm: Setup, schema: dict[str, Any], message: str) -> None:
-    """The last one would keep the library busy for minutes."""
-    for _ in range(2):  # the second time from memory
-        with pytest.raises(ConstraintError, match=message):
-            spm.constraints.json_schema(schema)
-    assert spm.constraints.json_schema({"type": "boolean"})().mask().any()
-
-
-@pytest.mark.parametrize(
-    "pattern", ["(a", "[", r"(a)\1", r"\bx", "", "a\0", "\ud800", "a" * 20_000, "(?:" * 2000 + ")" * 2000]
-)
-def test_unsupported_patterns(spm: Setup, pattern: str) -> None:
-    with pytest.raises(ConstraintError):
-        spm.constraints.regex(pattern)
-
-
-@pytest.mark.parametrize(
-    "pattern", ["((((a{100}){100}){100}){100})", "(a+)+b", "(a|b)*a(a|b){200}", "(.*a.{200}b.*){20}"]
-)
-def test_hard_patterns_are_quick_or_refused(spm: Setup, pattern: str) -> None:
-    try:
-        constraint = spm.constraints.regex(pattern)()
-    except ConstraintError:
-        return
-    assert constraint.mask().any()
-
-
-@pytest.mark.parametrize("text", ["garbage", "start: x", "start: a\na: start", "", 'start: %json {"not": {}}'])
-def test_unsupported_grammars(spm: Setup, text: str) -> None:
-    with pytest.raises(ConstraintError):
-        spm.constraints.grammar(text)
-
-
-@pytest.mark.parametrize(
-    ("value", "path"),
-    [
-        ("json", ""),
-        ({}, "type"),
-        ({"type": "xml"}, "type"),
-        ({"type": ["text"]}, "type"),
-        ({"type": "text", "x": 1}, "x"),
-        ({"type": "json_schema"}, "json_schema"),
-        ({"type": "json_schema", "json_schema": {"name": "x"}}, "json_schema.schema"),
-        ({"type": "json_schema", "json_schema": {"name": 1, "schema": {}}}, "json_schema.name"),
-        ({"type": "json_schema", "json_schema": {"schema": {}, "extra": 1}}, "json_schema.extra"),
-        ({"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, "json_schema.schema"),
-    ],
-)
-def test_response_format_says_where_it_is_wrong(spm: Setup, value: Any, path: str) -> None:
-    with pytest.raises(ConstraintError) as caught:
-        spm.constraints.from_response_format(value)
-    assert caught.value.path == path
-    assert spm.constraints.from_response_format({"type": "text"}) is None
-
-
 def test_whitespace_is_bounded(setup: Setup) -> None:
     """A model can't go on with blanks for ever."""
     blanks = {i for i in range(setup.tokenizer.n_words) if setup.tokenizer.token_bytes(i) in (b" ", b"\n", b"  ")}
@@ -451,26 +362,3 @@ def test_a_model_without_stop_ids_ends_where_nothing_can_follow(setup: Setup) ->
     finally:
         constraints.close()
     assert (answer.reason, answer.text in ("yes", "no")) == ("stop", True)
-
-
-def test_compiled_once_and_forgotten_in_turn(spm: Setup) -> None:
-    first = spm.constraints.regex("first")
-    assert spm.constraints.regex("first") is first
-    for i in range(64):
-        spm.constraints.regex(f"other{i}")
-    assert spm.constraints.regex("first") is not first
-    assert MAX_CHARACTERS["regex"] == 10_000
-
-
-@given(st.text(alphabet='ab\\[]^-"wWdDsS(){}+*?.|\n', max_size=12))
-def test_narrowed_patterns_match_no_more(pattern: str) -> None:
-    """As far as Python reads them: what a narrowed pattern matches, the pattern matches too."""
-    try:
-        wide = re.compile(pattern)
-        text = re.sub(r"\\p\{\w+\}", lambda m: {"M": "", "Nd": r"\d"}.get(m[0][3:-1], r"\w"), narrowed(pattern))
-        narrow = re.compile(text.replace(r"\s\w\x1c-\x1f", r"\s\x1c-\x1f"))
-    except (re.error, ValueError, FutureWarning):
-        return
-    for sample in ("a", "b", '"', "\\", "é", "٣", "\u2003", "-", "]", "^", "ab", 'a"', "w", "_", "\x1f"):
-        if narrow.fullmatch(sample):
-            assert wide.fullmatch(sample), (pattern, text, sample)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from generation.detokenizer import Detokenizer
 from generation.engine import Engine, EngineSettings
+from generation.structured import Constraints
 from generation.types import Output, TokenLogprob
 from handler.errors import InternalError, InvalidRequest, Unavailable
 from handler.native_api import Job, ServingContext, build_job
@@ -458,3 +460,47 @@ def test_a_detokenizer_per_request(context: ServingContext) -> None:
     assert all(
         isinstance(r.detokenizer, Detokenizer) for r in build_job("j", {"prompt": "a", "n": 2}, context).requests
     )
+
+
+# --- forms of answers
+
+
+def test_a_form_gives_each_choice_a_state_of_its_own(
+    tokenizer: SentencePieceTokenizer, context: ServingContext
+) -> None:
+    """B290: enforced or refused, never ignored."""
+    with pytest.raises(InvalidRequest, match="regex is not available"):
+        build_job("j", {"prompt": "a", "regex": "a+"}, context)
+    constraints = Constraints(tokenizer, context.vocab_size, tokenizer.stop_ids)
+    able = replace(context, constraints=constraints)
+    try:
+        for field, value in FORMS.items():
+            made = [
+                request.constraint for request in build_job("j", {"prompt": "a", "n": 2, field: value}, able).requests
+            ]
+            assert None not in made
+            assert made[0] is not made[1]
+        for field, value in ({"response_format": {"type": "text"}} | dict.fromkeys(FORMS)).items():
+            (request,) = build_job("j", {"prompt": "a", field: value}, able).requests
+            assert request.constraint is None
+        for body, param in WRONG_FORMS:
+            found = refusal({"dialog": DIALOG, **body}, able)
+            assert found.param == param
+            assert param in found.message
+    finally:
+        constraints.close()
+
+
+FORMS: dict[str, Any] = {"response_format": {"type": "json_object"}, "regex": "a+", "grammar": 'start: "a"'}
+WRONG_FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "(a"}, "regex"),
+    ({"regex": 1}, "regex"),
+    ({"grammar": "x"}, "grammar"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+        "response_format.json_schema.schema",
+    ),
+    ({"regex": "a", "grammar": 'start: "a"'}, "grammar"),
+]

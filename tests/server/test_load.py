@@ -12,6 +12,7 @@ from generation import load as load_model
 from generation import text_completion
 from scripts.load_test import PROMPTS, load, rank_memory, wait_idle
 from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
+from tests.report import report
 from tests.server.metrics_page import read_metrics
 from tests.serving import Server, serving, until
 
@@ -56,6 +57,7 @@ def one_round(server: Server, expected: dict[str, str], seed: int) -> dict[str, 
     return wait_idle(server.url)
 
 
+@report("B029", "openvinotoolkit/model_server#4503")
 def test_clients_that_leave_disturb_nobody(server: Server, expected: dict[str, str]) -> None:
     """B029, B148, B189, B253."""
     one_round(server, expected, seed=1)
@@ -80,6 +82,7 @@ def test_last_client_that_leaves_is_noticed(server: Server) -> None:
     assert after["last_step_age_s"] < 10
 
 
+@report("B189", "ggml-org/llama.cpp#6545")
 def test_full_queue_is_429(server: Server) -> None:
     """B189: with a limit and the time to try again; those in the queue are answered all the same."""
     # 48 prompts of 8000 tokens: more than the cache holds at once, so most of them wait.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.report import report
 from tests.server.metrics_page import read_metrics, settled
 from tests.serving import Server, until
 
@@ -11,6 +12,7 @@ BAD = 'llama_errors_total{Status="400"}'
 HISTOGRAMS = ("queue_time", "time_to_first_token", "inter_token_time", "longest_token_gap")
 
 
+@report("B260", "kserve/kserve#3983")
 def test_metrics_rise_as_they_should(tiny_server: Server) -> None:
     """B260: times, tokens, requests and errors; gauges are back at 0 when nothing runs."""
     before = settled(tiny_server)

@@ -17,6 +17,7 @@ from openai.types.chat import ChatCompletion
 from generation import generate, load
 from tests.openai_shapes import check_chat_stream, strict
 from tests.readme_examples import README, blocks
+from tests.report import report
 from tests.serving import Server, until
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -118,6 +119,8 @@ def test_json(client: openai.OpenAI) -> None:
     assert check_chat_stream(list(client.chat.completions.create(**body, stream=True)), 1) == [whole.message.content]
 
 
+@report("B034", "ggml-org/llama.cpp#27174")
+@report("B035", "BerriAI/litellm#699")
 def test_completion_is_scored_as_the_model_scores(client: openai.OpenAI, library: Any) -> None:
     """B034, B035, B038, B218: a prompt's log probabilities, as evaluations of models ask for them."""
     model, tokenizer = library
