@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import requests
 
@@ -27,13 +28,17 @@ def read_metrics(server: Server) -> dict[str, float]:
 
 
 def settled(server: Server) -> dict[str, float]:
-    """The metrics once the end of every request so far is among them."""
-    finished = server.health()["finished"]
+    """The metrics once nothing more is told: they come once a second, and later than the answers they are of."""
+    seen: list[dict[str, float]] = [{}]
+    waiting = threading.Event()
 
-    def told() -> dict[str, float] | None:
-        found = read_metrics(server)
-        names = {reason: f'llama_requests_finished_total{{FinishReason="{reason}"}}' for reason in finished}
-        return found if all(found[names[reason]] == finished[reason] for reason in finished) else None
+    def quiet() -> bool:
+        seen.append(read_metrics(server))
+        waiting.wait(1.5)
+        return ours(seen[-1]) == ours(seen[-2])
 
-    metrics: dict[str, float] = until(told, timeout=10)
-    return metrics
+    def ours(metrics: dict[str, float]) -> dict[str, float]:
+        return {name: value for name, value in metrics.items() if name.startswith("llama_")}
+
+    until(quiet, timeout=20)
+    return seen[-1]

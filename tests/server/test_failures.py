@@ -60,7 +60,7 @@ def test_client_that_leaves_a_stream_frees_its_slot(server: Server) -> None:
     leaves.close()
     until(lambda: server.health()["running"] == 1, timeout=5)
     assert server.health()["finished"].get("cancelled", 0) == before["finished"].get("cancelled", 0) + 1
-    assert sum(1 for _, line in zip(range(100), lines, strict=False) if line) == 50
+    assert all(b"error" not in line for _, line in zip(range(100), lines, strict=False))
     stays.close()
     until(lambda: server.health()["running"] == 0, timeout=5)
     after = server.health()

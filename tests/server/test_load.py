@@ -72,10 +72,10 @@ def test_clients_that_leave_disturb_nobody(server: Server, expected: dict[str, s
 def test_last_client_that_leaves_is_noticed(server: Server) -> None:
     """The frontend stops polling then. Seen from the metrics address, as asking for health would be a poll."""
     before = server.health()["finished"].get("cancelled", 0)
-    body = {"prompt": "Hello", "stream": True, "max_gen_len": 4000, "ignore_eos": True, "temperature": 0}
+    body = {"prompt": "Hello", "stream": True, "max_gen_len": None, "ignore_eos": True, "temperature": 0, "n": 16}
     with server.post(body, stream=True) as reply:
         assert next(reply.iter_lines()).startswith(b"data: ")
-    until(lambda: read_metrics(server)[CANCELLED] == before + 1, timeout=10)
+    until(lambda: read_metrics(server)[CANCELLED] == before + 16, timeout=15)
     until(lambda: read_metrics(server)["llama_requests_running"] == 0, timeout=5)
     after = server.health()
     assert after["kv_blocks_free"] == after["kv_blocks_total"]
