@@ -109,12 +109,16 @@ class JobTable:
         Cancels all jobs when the frontend has stopped polling, as it does when the last client leaves.
         """
         with self._changed:
+            now = self._clock()
+            due = False
             for output in outputs:
                 entry = self._entries.get(output.request_id.rpartition("/")[0])
                 if entry is not None:
                     self._add(entry.job, output)
-            self._changed.notify()
-            abandoned = self._polled is not None and self._clock() - self._polled > ABANDONED_S
+                    due = due or self._due(entry, now) <= now
+            if due:  # else `wait` looks again by itself: to wake it at each step would cost more than its polls
+                self._changed.notify()
+            abandoned = self._polled is not None and now - self._polled > ABANDONED_S
         if abandoned:
             self.cancel_missing(())
 
@@ -148,10 +152,17 @@ class JobTable:
         with self._changed:
             while True:
                 now = self._clock()
-                due = min((self._due(entry, now) for entry in self._entries.values()), default=end)
-                if due <= now or now >= end:
+                next_look = end
+                for entry in self._entries.values():
+                    due = self._due(entry, now)
+                    if due <= now:
+                        return
+                    if entry.job.stream and entry.last_sent + self._interval > now:
+                        due = min(due, entry.last_sent + self._interval)  # by then it may have text
+                    next_look = min(next_look, due)
+                if now >= end:
                     return
-                self._changed.wait(min(due, end) - now)
+                self._changed.wait(next_look - now)
 
     def _due(self, entry: _Entry, now: float) -> float:
         """When the entry's next piece should be sent, as things stand."""

@@ -14,6 +14,7 @@ from ts.torch_handler.base_handler import BaseHandler
 from handler.errors import InternalError, RequestError
 from handler.job_table import JobTable, Part, Piece, failure
 from handler.metrics import MetricsThread
+from handler.receiving import read_ahead_from_frontend
 from handler.routes import Call, answer
 from handler.serving import Serving, start_serving
 
@@ -45,6 +46,7 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
         # Bodies come as bytes: the frontend's own decoding accepts NaN and logs the rest.
         os.environ["TS_DECODE_INPUT_REQUEST"] = "false"
         self.rank = int(os.environ.get("RANK", "0"))
+        read_ahead_from_frontend()
         _quiet_logs(self.rank)
         model_dir = Path(context.system_properties["model_dir"])
         try:

@@ -9,16 +9,16 @@ for all; the figures are medians over the rounds. Prompts are random ids, answer
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import platform
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from pathlib import Path
 from typing import Any
-
-import requests
 
 from model.process import usable_cores
 
@@ -49,7 +49,10 @@ def worker(what: str, args: argparse.Namespace) -> dict[str, Any]:
 def measure_server(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Start a server, let all streams ask at once, stop it."""
     options = ArchiveOptions(
-        checkpoint=Path(args.checkpoint), ranks=args.ranks, device=args.device, handler={"dtype": args.dtype}
+        checkpoint=Path(args.checkpoint),
+        ranks=args.ranks,
+        device=args.device,
+        handler={"dtype": args.dtype, "prefix_cache": False},
     )
     run, _ = start(free_port(), options)
     try:
@@ -86,14 +89,22 @@ def ask(url: str, asked: list[list[int]], new_tokens: int) -> list[Stream]:
 
 
 def follow(url: str, prompt: list[int], new_tokens: int, stream: Stream) -> None:
-    """Read one stream to its end."""
+    """Read one stream to its end, with as little work as can be: the client runs on the server's cores."""
     body = {"prompt": prompt, "max_gen_len": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    with requests.post(url, json=body, stream=True, timeout=600) as reply:
-        reply.raise_for_status()
-        for line in reply.iter_lines(chunk_size=None):
+    parts = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=600)
+    try:
+        connection.request("POST", parts.path, json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        if reply.status != 200:
+            raise RuntimeError(f"status {reply.status}: {reply.read()[:500]!r}")
+        last = b""
+        for line in reply:
             if line.startswith(b"data: {"):
                 stream.add(time.perf_counter(), 1)
                 last = line
+    finally:
+        connection.close()
     done = json.loads(last[len(b"data: ") :])["usage"]["completion_tokens"]
     # An event may hold several tokens. Spread the rest evenly: the mean rate is what counts.
     share, more = divmod(done, len(stream.arrivals))

@@ -27,8 +27,8 @@ from .peers import transformers_model
 
 
 def prompts(streams: int, length: int, vocabulary: int) -> list[list[int]]:
-    """The same random ids for every program that is measured."""
-    rng = random.Random(0)
+    """Random ids, the same for every program that is measured; for each number of streams others."""
+    rng = random.Random(streams)
     return [[rng.randrange(3, vocabulary) for _ in range(length)] for _ in range(streams)]
 
 
@@ -39,7 +39,7 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any] | None:
     model, _ = load_model(args.checkpoint, device=args.device, dtype=args.dtype, comm=comm)
     load_s = time.perf_counter() - began
     tokens = max(args.streams) * (args.prompt_tokens + args.new_tokens + 16)
-    engine = Engine(model, EngineSettings(kv_cache_tokens=tokens))
+    engine = Engine(model, EngineSettings(kv_cache_tokens=tokens, prefix_cache=False))
     if comm.rank != 0:
         engine.follow()
         return None
