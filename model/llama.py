@@ -64,27 +64,6 @@ def rotary_table(head_dim: int, length: int, theta: float, device: torch.device)
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
 
 
-SHARPENED = 3.0
-"""How far below a row's largest logit the others are computed exactly: 1/20 of its probability."""
-
-
-def sharpen(logits: Tensor, h: Tensor, weight: Tensor) -> Tensor:
-    """The logits that matter, in float32.
-
-    A bfloat16 number near 20 has neighbors 0.125 away: rounded so, the likeliest tokens often tie, and the wrong one
-    wins. Those near the top are few; they are computed again without the rounding.
-
-    Args:
-        logits: (R, vocabulary) bfloat16, h times weight.
-        h: (R, dim).
-        weight: (vocabulary, dim).
-    """
-    exact = logits.float()
-    rows, tokens = (exact >= exact.amax(-1, keepdim=True) - SHARPENED).nonzero(as_tuple=True)
-    exact[rows, tokens] = (h[rows].float() * weight[tokens].float()).sum(-1)
-    return exact
-
-
 class Attention:
     """Grouped-query attention over the paged cache. Source: Ainslie et al., "GQA" (2023)."""
 
@@ -214,6 +193,6 @@ class Llama:
         )
         logits = self.output(h)
         if self.dtype == torch.bfloat16 and self.device.type == "cpu" and self.output.weight is not None:
-            logits = sharpen(logits, h, self.output.weight)
+            logits = self.kernels.sharpen(logits, h, self.output.weight)
         gathered = self.comm.gather(logits, [len(s.vocab) for s in self.shards])
         return None if gathered is None else gathered.float()

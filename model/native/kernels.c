@@ -92,6 +92,36 @@ void silu_multiply(const void *gate_up, void *out, int64_t rows, int64_t hidden,
     }
 }
 
+/* out (T, vocabulary) = logits (T, vocabulary), but those at most `margin` below their row's largest are computed again
+ * as h (T, dim) times weight (vocabulary, dim) without rounding. out is float32, the rest bfloat16. */
+void sharpen_logits(const uint16_t *logits, const uint16_t *h, const uint16_t *weight, float *out, int64_t rows,
+                    int64_t vocabulary, int64_t dim, float margin) {
+    for (int64_t t = 0; t < rows; t++) {
+        const uint16_t *from = logits + t * vocabulary, *row = h + t * dim;
+        float *to = out + t * vocabulary, top = -INFINITY;
+        for (int64_t i = 0; i < vocabulary; i++) {
+            to[i] = from_bfloat16(from[i]);
+            top = to[i] > top ? to[i] : top;
+        }
+        const float floor = top - margin;
+        for (int64_t start = 0; start < vocabulary; start += 64) {
+            const int64_t end = start + 64 < vocabulary ? start + 64 : vocabulary;
+            int any = 0;
+            for (int64_t i = start; i < end; i++) any |= to[i] >= floor;
+            for (int64_t i = start; any && i < end; i++) {
+                if (!(to[i] >= floor)) continue;
+                const uint16_t *column = weight + i * dim;
+                vec total = splat(0);
+                float rest = 0;
+                int64_t d = 0;
+                for (; d + LANES <= dim; d += LANES) total += load_bf16(row + d) * load_bf16(column + d);
+                for (; d < dim; d++) rest += from_bfloat16(row[d]) * from_bfloat16(column[d]);
+                to[i] = sum(total) + rest;
+            }
+        }
+    }
+}
+
 typedef struct {
     const void *q, *keys, *values;
     void *out;

@@ -352,3 +352,31 @@ def test_no_memory_is_an_error(native: NativeKernels, monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "_decode", lambda *_: 1)
     with pytest.raises(MemoryError):
         Paged([3], 1, 1, 16).decode(native)
+
+
+@pytest.mark.parametrize("which", ["native", "torch"])
+def test_ties_of_bfloat16_logits_are_resolved(native: NativeKernels, which: str) -> None:
+    """The likeliest token is the one that float32 would find, though bfloat16 can't tell it from the next."""
+    h = torch.full((2, 32), 1.0, dtype=torch.bfloat16)
+    weight = torch.full((5, 32), 0.5, dtype=torch.bfloat16)
+    weight[3, 0] += 2**-7
+    weight[4] = 0.25
+    rough = h @ weight.T
+    assert rough[0, 3] == rough[0, 0]
+    kernels = native if which == "native" else REFERENCE
+    exact = kernels.sharpen(rough, h, weight)
+    assert exact.dtype == torch.float32
+    assert exact.argmax(-1).tolist() == [3, 3]
+    assert exact[0].tolist() == [16, 16, 16, 16 + 2**-7, 8]
+
+
+@pytest.mark.parametrize(("rows", "vocabulary", "dim"), [(1, 5, 16), (3, 64, 40), (8, 1000, 576)])
+def test_sharpen(native: NativeKernels, rows: int, vocabulary: int, dim: int) -> None:
+    h, weight = randn(rows, dim, dtype=BF16), randn(vocabulary, dim, seed=1, dtype=BF16)
+    logits = h @ weight.T
+    if rows > 1:
+        logits[1, 3] = torch.nan
+    found, expected = native.sharpen(logits, h, weight), REFERENCE.sharpen(logits, h, weight)
+    torch.testing.assert_close(found[:1], expected[:1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[2:], expected[2:], rtol=1e-5, atol=1e-5)
+    assert found[1:2].isnan().sum() == (rows > 1)

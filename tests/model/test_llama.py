@@ -14,7 +14,7 @@ from generation.types import Request, SamplingParams
 from model.collectives import Communicator
 from model.config import CheckpointError
 from model.kv_cache import KVCache, make_batch
-from model.llama import Llama, sharpen
+from model.llama import Llama
 from model.loader import load_model
 from model.parallel import deal, plan_shards
 from scripts.peers import transformers_model
@@ -162,15 +162,13 @@ def test_meta_shards_on_any_number_of_ranks(tmp_path: Path, shards: int) -> None
         torch.testing.assert_close(on_ranks(ranks, on_rank)[0], expected, atol=1e-4, rtol=0)
 
 
-def test_ties_of_bfloat16_logits_are_resolved() -> None:
-    """The likeliest token is the one that float32 would find, though bfloat16 can't tell it from the next."""
-    h = torch.full((2, 32), 1.0, dtype=torch.bfloat16)
-    weight = torch.full((5, 32), 0.5, dtype=torch.bfloat16)
-    weight[3, 0] += 2**-7
-    weight[4] = 0.25
-    rough = h @ weight.T
-    assert rough[0, 3] == rough[0, 0]
-    exact = sharpen(rough, h, weight)
-    assert exact.dtype == torch.float32
-    assert exact.argmax(-1).tolist() == [3, 3]
-    assert exact[0].tolist() == [16, 16, 16, 16 + 2**-7, 8]
+def test_ranks_get_even_work() -> None:
+    """9 heads over 3 key/value heads on 2 ranks: 6 heads and fewer hidden units, 3 heads and more of them."""
+    config = tiny_config(n_heads=9, n_kv_heads=3, head_dim=64, dim=576, hidden_dim=1536)
+    shards = plan_shards(config, 2)
+    assert [len(s.heads) for s in shards] == [6, 3]
+    assert [i for s in shards for i in s.hidden] == list(range(1536))
+    work = [2 * (len(s.heads) + len(s.kv_heads)) * 64 + 3 * len(s.hidden) for s in shards]
+    assert max(work) / min(work) < 1.05
+    for ranks in (1, 2, 4):
+        assert len({len(s.hidden) for s in plan_shards(tiny_config(hidden_dim=512), ranks)}) == 1
