@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -86,6 +87,8 @@ def start_serving(
     if model.device.type == "cpu":
         cores = own_cores(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     thread = EngineThread(engine, deliver, step_timeout=settings.step_timeout, cores=cores)
+    gc.collect()
+    gc.freeze()  # what is here now stays: Python needn't look through it again and again while it serves
     thread.start()
     if model.comm.rank == 0:
         logger.info(
