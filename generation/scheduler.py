@@ -20,7 +20,7 @@ from model.kv_cache import BLOCK_TOKENS
 from .block_pool import BlockPool, extend_hashes
 from .types import Sequence, StepPlan
 
-BUSY_SHARE = 4
+BUSY_SHARE = 5
 """While sequences are decoding, prompts get this part of the budget: their next token then comes two to three times
 as late as without a prompt beside them, not ten times."""
 
