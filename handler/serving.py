@@ -17,11 +17,12 @@ from generation.engine_thread import EngineThread
 from generation.meter import Meter
 from generation.structured import Constraints
 from generation.types import Output, Request, SamplingParams
+from model.llama import Llama
 from model.loader import load_model
 from model.process import die_with_parent, own_cores
 
 from .building import ServingContext
-from .settings import load_settings
+from .settings import HandlerSettings, load_settings
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +63,7 @@ def start_serving(
         params_path=settings.model_args,
         progress=_log_progress,
     )
-    tokens = agreed_cache_tokens(model, settings.kv_cache_tokens, settings.kv_cache_memory)
-    engine = Engine(
-        model,
-        EngineSettings(
-            tokens,
-            max_seqs=settings.max_seqs,
-            prefill_chunk=settings.prefill_chunk,
-            prefix_cache=settings.prefix_cache,
-        ),
-    )
+    engine = _make_engine(model, settings)
     _warm_up(engine)
     context = ServingContext(
         tokenizer=tokenizer,
@@ -83,18 +75,41 @@ def start_serving(
         aliases=frozenset({model_name}),
         constraints=Constraints(tokenizer, model.config.vocab_size, model.config.stop_ids),
     )
-    cores = None
-    if model.device.type == "cpu":
-        cores = own_cores(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    thread = EngineThread(engine, deliver, step_timeout=settings.step_timeout, cores=cores)
+    thread = EngineThread(engine, deliver, step_timeout=settings.step_timeout, cores=_own_cores(model))
     gc.collect()
     gc.freeze()  # what is here now stays: Python needn't look through it again and again while it serves
     thread.start()
+    _log_ready(engine, context.model_name, time.monotonic() - began)
+    return Serving(engine, thread, context, time.monotonic())
+
+
+def _make_engine(model: Llama, settings: HandlerSettings) -> Engine:
+    tokens = agreed_cache_tokens(model, settings.kv_cache_tokens, settings.kv_cache_memory)
+    return Engine(
+        model,
+        EngineSettings(
+            tokens,
+            max_seqs=settings.max_seqs,
+            prefill_chunk=settings.prefill_chunk,
+            prefix_cache=settings.prefix_cache,
+        ),
+    )
+
+
+def _own_cores(model: Llama) -> set[int] | None:
+    """The cores of this rank's engine; None where the kernel may choose."""
+    if model.device.type != "cpu":
+        return None
+    return own_cores(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _log_ready(engine: Engine, name: str, seconds: float) -> None:
+    model = engine.model
     if model.comm.rank == 0:
         logger.info(
             "%s is ready after %.1f s: %s, %s, %d ranks over %s, context %d tokens, cache %d tokens",
-            context.model_name,
-            time.monotonic() - began,
+            name,
+            seconds,
             model.device,
             str(model.dtype).removeprefix("torch."),
             model.comm.world_size,
@@ -102,7 +117,6 @@ def start_serving(
             engine.max_seq_len,
             engine.settings.kv_cache_tokens,
         )
-    return Serving(engine, thread, context, time.monotonic())
 
 
 def _warm_up(engine: Engine) -> None:
