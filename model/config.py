@@ -24,6 +24,8 @@ class ModelConfig:
     max_seq_len: int = 4096
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    rope_factors: tuple[float, ...] | None = None
+    """Divisors of the rotary frequencies, one per pair of a head, where the context was stretched; see `model.rope`."""
     tied_output: bool = False
     """Whether the output matrix is the embedding (the checkpoint has no `output.weight`)."""
     bos_id: int | None = None
@@ -44,11 +46,24 @@ class ModelConfig:
             raise CheckpointError(
                 f"model configuration: head_dim {self.head_dim} is odd, rotary pairs need an even one"
             )
+        self._check_rope_factors()
         for name in ("norm_eps", "rope_theta"):
             if not 0 < getattr(self, name) < math.inf:
                 raise CheckpointError(
                     f"model configuration: {name} is {getattr(self, name)}, expected a finite number above 0"
                 )
+
+    def _check_rope_factors(self) -> None:
+        if self.rope_factors is None:
+            return
+        if len(self.rope_factors) != self.head_dim // 2:
+            raise CheckpointError(
+                f"model configuration: {len(self.rope_factors)} rope factors, expected {self.head_dim // 2}, "
+                f"one for each rotary pair of a head of {self.head_dim}"
+            )
+        bad = next((f for f in self.rope_factors if not 0 < f < math.inf), None)
+        if bad is not None:
+            raise CheckpointError(f"model configuration: a rope factor is {bad}, expected finite numbers above 0")
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

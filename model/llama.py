@@ -18,6 +18,7 @@ from .config import ModelConfig
 from .kernels import TorchKernels, choose_kernels
 from .kv_cache import Batch, KVCache
 from .parallel import Shard, plan_shards
+from .rope import rotary_table
 
 
 def padded_rows(rows: int) -> int:
@@ -55,13 +56,6 @@ class Linear:
         if self.weight is None:
             raise RuntimeError("this layer's weight was dropped")
         return F.linear(x, self.weight)
-
-
-def rotary_table(head_dim: int, length: int, theta: float, device: torch.device) -> Tensor:
-    """(length, D/2) complex64: rotation of each pair at each position. Source: Su et al., "RoFormer" (2021)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64)[: head_dim // 2] / head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), theta**-exponents)
-    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
 
 
 class Attention:
@@ -158,7 +152,7 @@ class Llama:
         self.output = Linear(0 if config.tied_output else vocab, config.dim, dtype, device)
         if config.tied_output:
             self.output.weight = self.tok_embeddings
-        self.rotary = rotary_table(config.head_dim, max_seq_len, config.rope_theta, device)
+        self.rotary = rotary_table(config, max_seq_len, device)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """(T,) -> (T, dim); each rank looks up the ids it holds, the others' rows are zero."""

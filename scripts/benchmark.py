@@ -106,9 +106,11 @@ def follow(url: str, prompt: list[int], new_tokens: int, stream: Stream) -> None
     finally:
         connection.close()
     done = json.loads(last[len(b"data: ") :])["usage"]["completion_tokens"]
-    # An event may hold several tokens. Spread the rest evenly: the mean rate is what counts.
-    share, more = divmod(done, len(stream.arrivals))
-    stream.arrivals = [(t, share + (i < more)) for i, (t, _) in enumerate(stream.arrivals)]
+    # The first event holds one token, as it is sent at once; later ones may hold several. Spread those evenly: only
+    # their rate over the whole answer counts.
+    share, more = divmod(done - 1, max(len(stream.arrivals) - 1, 1))
+    counts = [1] + [share + (i < more) for i in range(len(stream.arrivals) - 1)]
+    stream.arrivals = [(t, count) for (t, _), count in zip(stream.arrivals, counts, strict=True)]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

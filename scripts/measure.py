@@ -20,6 +20,15 @@ class Stream:
         if tokens:
             self.arrivals.append((now, tokens))
 
+    def tokens_by(self, now: float) -> float:
+        """How many tokens were there at `now`, those of an event spread evenly over the time since the one before."""
+        total, before = 0.0, self.start
+        for t, n in self.arrivals:
+            if t > now:
+                return total + n * max(now - before, 0.0) / (t - before)
+            total, before = total + n, t
+        return total
+
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """{"p50", "p99"} of `values`."""
@@ -43,7 +52,7 @@ def summarize(streams: list[Stream], prompt_tokens: int) -> dict[str, Any]:
     first_end = min(s.arrivals[-1][0] for s in streams)
     if first_end <= all_began:
         raise ValueError("the streams never decode at the same time: ask for more new tokens")
-    decoded = sum(n for s in streams for t, n in s.arrivals if all_began < t <= first_end)
+    decoded = sum(s.tokens_by(first_end) - s.tokens_by(all_began) for s in streams)
     gaps = [
         (t - before) * 1000 / n
         for s in streams
