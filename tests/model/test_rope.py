@@ -51,7 +51,7 @@ def test_linear_scaling_slows_positions_down() -> None:
 def test_bad_scaling_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="factor is 0, expected above 0"):
         linear_factors(16, 0)
-    with pytest.raises(CheckpointError, match="high_freq_factor is 1.0, expected above low_freq_factor"):
+    with pytest.raises(CheckpointError, match=r"high_freq_factor is 1\.0, expected above low_freq_factor"):
         llama3_factors(16, 1e4, low_freq_factor=1.0, high_freq_factor=1.0)
     with pytest.raises(CheckpointError, match="7 rope factors, expected 8"):
         tiny_config(rope_factors=(1.0,) * 7)
