@@ -8,7 +8,6 @@ Source: Shoeybi et al., "Megatron-LM" (2019), section 3, without its demand that
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from .config import CheckpointError, ModelConfig
@@ -54,23 +53,6 @@ def _deal_heads(config: ModelConfig, world_size: int) -> list[tuple[range, range
     return parts
 
 
-def _deal_hidden(config: ModelConfig, heads: list[tuple[range, range]]) -> list[range]:
-    """The hidden units of each rank: fewer for one with more heads, as the ranks wait for the slowest of them."""
-    ranks, unit = len(heads), 32
-    even = deal(config.hidden_dim, ranks, unit)
-    per_unit = 3 * config.dim
-    attention = [2 * (len(q) + len(kv)) * config.head_dim * config.dim / per_unit for q, kv in heads]
-    share = (sum(attention) + config.hidden_dim) / ranks
-    ends, done = [], 0.0
-    for own in attention[:-1]:
-        done += share - own
-        ends.append(round(done / unit) * unit)
-    bounds = [0, *ends, config.hidden_dim]
-    if any(stop - start < unit for start, stop in itertools.pairwise(bounds)):
-        return even
-    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
-
-
 def plan_shards(config: ModelConfig, world_size: int) -> list[Shard]:
     """The part of every rank.
 
@@ -83,7 +65,8 @@ def plan_shards(config: ModelConfig, world_size: int) -> list[Shard]:
             f"nproc-per-node is {world_size}, but the model has {config.n_heads} heads: use 1 to {limit} ranks"
         )
     heads = _deal_heads(config, world_size)
-    hidden = _deal_hidden(config, heads)
+    # evenly, also where the heads are not: the ranks wait for each other after the attention and after this, each time
+    hidden = deal(config.hidden_dim, world_size, unit=32)
     vocab = deal(config.vocab_size, world_size, unit=16)
     return [
         Shard(rank, world_size, heads[rank][0], heads[rank][1], hidden[rank], vocab[rank]) for rank in range(world_size)
