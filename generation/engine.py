@@ -13,11 +13,11 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
 
 from model.kv_cache import BLOCK_TOKENS, KVCache, bytes_per_token, make_batch
 from model.llama import Llama
+from model.memory import available_bytes
 
 from .meter import Meter
 from .sampling import Sampled, sample, token_logprobs
@@ -344,9 +344,7 @@ def _fitting_tokens(model: Llama, memory: int | None) -> int:
     largest = max(bytes_per_token(model.config, shard, model.dtype) for shard in model.shards)
     if memory is not None:
         return max(memory // largest, BLOCK_TOKENS)
-    if model.device.type == "cuda":
-        free = int(torch.cuda.mem_get_info(model.device)[0] * 0.85)
-    else:
-        free = int(psutil.virtual_memory().available * 0.4) // model.comm.world_size
+    free = available_bytes(model.device)
+    free = int(free * 0.85) if model.device.type == "cuda" else int(free * 0.4) // model.comm.world_size
     wanted = max(4 * model.max_seq_len, 32768)
     return max(min(wanted, free // largest), BLOCK_TOKENS)

@@ -61,6 +61,8 @@ def start_serving(
         max_seq_len=settings.max_seq_len,
         tokenizer_path=settings.tokenizer,
         params_path=settings.model_args,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        kv_cache_memory=settings.kv_cache_memory,
         progress=_log_progress,
     )
     engine = _make_engine(model, settings)
@@ -134,6 +136,6 @@ def _warm_up(engine: Engine) -> None:
 
 
 def _log_progress(done: int, total: int) -> None:
-    """A line for each tenth of the tensors."""
-    if done * 10 // total != (done - 1) * 10 // total:
-        logger.info("loading: %d of %d tensors", done, total)
+    """A line for each tenth of the tensors, from one of the ranks."""
+    if os.environ.get("RANK", "0") == "0" and done * 10 // total != (done - 1) * 10 // total:
+        logger.info("loading: %d %%, %d of %d tensors", done * 100 // total, done, total)

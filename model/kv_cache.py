@@ -89,7 +89,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one forward pass computes, on the model's device."""
+    """What one forward pass computes: T tokens of S sequences, one sequence after the other."""
 
     tokens: torch.Tensor
     """(T,) ids."""
@@ -99,8 +99,48 @@ class Batch:
     """(T,) cache row each token's key and value go to."""
     logit_rows: torch.Tensor
     """(R,) tokens whose logits are wanted."""
-    decodes: list[DecodeGroup]
-    prefills: list[PrefillChunk]
+    counts: np.ndarray
+    """(S,) int32, tokens of each sequence."""
+    lengths: np.ndarray
+    """(S,) int32, cached tokens of each sequence, those of this step among them."""
+    blocks: np.ndarray
+    """(S, N) int32, numbers of the sequences' cache blocks, padded with 0."""
+
+    @cached_property
+    def decodes(self) -> list[DecodeGroup]:
+        """The sequences with one new token, in groups of similar length."""
+        firsts = np.cumsum(self.counts) - self.counts
+        groups = []
+        for members in _decode_groups(self.lengths, np.flatnonzero(self.counts == 1)):
+            n_blocks = -(-int(self.lengths[members].max()) // BLOCK_TOKENS)
+            rows = firsts[members]
+            neighbors = bool(rows[-1] - rows[0] == len(rows) - 1)
+            groups.append(
+                DecodeGroup(
+                    slice(int(rows[0]), int(rows[-1]) + 1) if neighbors else self._put(rows),
+                    self._put(self.lengths[members], torch.int32),
+                    self._put(self.blocks[members, :n_blocks], torch.int32),
+                )
+            )
+        return groups
+
+    @cached_property
+    def prefills(self) -> list[PrefillChunk]:
+        """The sequences with several new tokens."""
+        firsts = np.cumsum(self.counts) - self.counts
+        chunks = []
+        for i in np.flatnonzero(self.counts > 1):
+            end, count, first = int(self.lengths[i]), int(self.counts[i]), int(firsts[i])
+            table = self._put(self.blocks[i, : -(-end // BLOCK_TOKENS)], torch.int32)
+            chunks.append(PrefillChunk(slice(first, first + count), end - count, count, table))
+        return chunks
+
+    def _put(self, array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return _tensor(array, self.tokens.device, dtype)
+
+
+def _tensor(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
 
 
 def make_batch(
@@ -111,41 +151,32 @@ def make_batch(
     logit_rows: np.ndarray,
     device: torch.device,
 ) -> Batch:
-    """A batch from a step plan's arrays (see `generation.types.StepPlan`)."""
-
-    def put(array: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
-
-    firsts = np.cumsum(counts) - counts
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    positions = np.arange(len(tokens)) - firsts[sequence] + starts[sequence]
+    """A batch, on `device`, from a step plan's arrays (see `generation.types.StepPlan`)."""
+    if len(tokens) == len(counts):  # one token of each sequence
+        sequence, positions = np.arange(len(counts)), starts
+    else:
+        firsts = np.cumsum(counts) - counts
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(len(tokens)) - firsts[sequence] + starts[sequence]
     slots = blocks[sequence, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-    decodes = []
-    for members in _decode_groups(starts, np.flatnonzero(counts == 1)):
-        n_blocks = int(starts[members].max()) // BLOCK_TOKENS + 1
-        rows = firsts[members]
-        neighbors = bool(rows[-1] - rows[0] == len(rows) - 1)
-        decodes.append(
-            DecodeGroup(
-                slice(int(rows[0]), int(rows[-1]) + 1) if neighbors else put(rows),
-                put(starts[members] + 1, torch.int32),
-                put(blocks[members, :n_blocks], torch.int32),
-            )
-        )
-    prefills = []
-    for i in np.flatnonzero(counts > 1):
-        start, count, first = int(starts[i]), int(counts[i]), int(firsts[i])
-        table = blocks[i, : -(-(start + count) // BLOCK_TOKENS)]
-        prefills.append(PrefillChunk(slice(first, first + count), start, count, put(table, torch.int32)))
-    return Batch(put(tokens), put(positions), put(slots), put(logit_rows), decodes, prefills)
+    counts, lengths, blocks = (np.ascontiguousarray(a, dtype=np.int32) for a in (counts, starts + counts, blocks))
+    return Batch(
+        _tensor(tokens, device),
+        _tensor(positions, device),
+        _tensor(slots, device),
+        _tensor(logit_rows, device),
+        counts,
+        lengths,
+        blocks,
+    )
 
 
-def _decode_groups(starts: np.ndarray, members: np.ndarray) -> list[np.ndarray]:
+def _decode_groups(lengths: np.ndarray, members: np.ndarray) -> list[np.ndarray]:
     """`members` together, or by similar length where padding to the longest would double the work."""
     if len(members) == 0:
         return []
-    lengths = starts[members] + 1
-    if lengths.max() * len(members) <= 2 * lengths.sum() + 64 * len(members):
+    own = lengths[members]
+    if own.max() * len(members) <= 2 * own.sum() + 64 * len(members):
         return [members]
-    classes = np.ceil(np.log2(lengths + 64)).astype(int)
+    classes = np.ceil(np.log2(own + 64)).astype(int)
     return [members[classes == c] for c in np.unique(classes)]

@@ -17,45 +17,10 @@ from .collectives import Communicator
 from .config import ModelConfig
 from .kernels import TorchKernels, choose_kernels
 from .kv_cache import Batch, KVCache
+from .linear import Linear, Packed, packed_kind
+from .native_layers import NativeLayers, native_layers
 from .parallel import Shard, plan_shards
 from .rope import rotary_table
-
-
-def padded_rows(rows: int) -> int:
-    """The next of few row counts: oneDNN builds a kernel, and keeps it, for each that it meets."""
-    step = 1 if rows <= 8 else 8 if rows <= 64 else 32 if rows <= 256 else 64
-    return -(-rows // step) * step
-
-
-class Linear:
-    """y = x W^T. On a CPU in bfloat16 the weight is kept in oneDNN's own order, which nearly halves the time."""
-
-    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.weight: Tensor | None = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        self._packed: Tensor | None = None
-
-    def prepack(self, keep: bool = False) -> None:
-        """Reorder the weight for the kernel; `keep` leaves the plain one for other users."""
-        weight = self.weight
-        if weight is None or weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
-            return
-        if not torch.backends.mkldnn.is_available():
-            return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-        if not keep:
-            self.weight = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is not None:
-            rows = len(x)
-            more = padded_rows(rows) - rows
-            if more:
-                x = F.pad(x, (0, 0, 0, more))
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], None)
-            return y[:rows]
-        if self.weight is None:
-            raise RuntimeError("this layer's weight was dropped")
-        return F.linear(x, self.weight)
 
 
 class Attention:
@@ -69,11 +34,12 @@ class Attention:
         kernels: TorchKernels,
         dtype: torch.dtype,
         device: torch.device,
+        kind: str,
     ) -> None:
         self.heads, self.kv_heads, self.head_dim = len(shard.heads), len(shard.kv_heads), config.head_dim
         q, kv = self.heads * config.head_dim, self.kv_heads * config.head_dim
-        self.wqkv = Linear(q + 2 * kv, config.dim, dtype, device)
-        self.wo = Linear(config.dim, q, dtype, device)
+        self.wqkv = Linear(q + 2 * kv, config.dim, dtype, device, kind)
+        self.wo = Linear(config.dim, q, dtype, device, kind)
         self.comm, self.kernels = comm, kernels
 
     def __call__(self, x: Tensor, rotary: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> Tensor:
@@ -106,10 +72,11 @@ class FeedForward:
         kernels: TorchKernels,
         dtype: torch.dtype,
         device: torch.device,
+        kind: str,
     ) -> None:
         hidden = len(shard.hidden)
-        self.w13 = Linear(2 * hidden, config.dim, dtype, device)
-        self.w2 = Linear(config.dim, hidden, dtype, device)
+        self.w13 = Linear(2 * hidden, config.dim, dtype, device, kind)
+        self.w2 = Linear(config.dim, hidden, dtype, device, kind)
         self.comm, self.kernels = comm, kernels
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -125,44 +92,80 @@ class TransformerBlock:
         kernels: TorchKernels,
         dtype: torch.dtype,
         device: torch.device,
+        kind: str,
     ) -> None:
-        self.attention = Attention(config, shard, comm, kernels, dtype, device)
-        self.feed_forward = FeedForward(config, shard, comm, kernels, dtype, device)
+        self.attention = Attention(config, shard, comm, kernels, dtype, device, kind)
+        self.feed_forward = FeedForward(config, shard, comm, kernels, dtype, device, kind)
         self.attention_norm = torch.empty(config.dim, dtype=torch.float32, device=device)
         self.ffn_norm = torch.empty(config.dim, dtype=torch.float32, device=device)
 
 
 class Llama:
-    """One rank's part of the model, ready for its weights (`loader.py` fills them in)."""
+    """One rank's part of the model, ready for its weights (`loader.py` fills them in, then calls `loaded`).
+
+    Args:
+        quantization: "int8" or "int4" for the layers' matrices (the output matrix is int8 then), None or "none".
+    """
 
     def __init__(
-        self, config: ModelConfig, comm: Communicator, dtype: torch.dtype, device: torch.device, max_seq_len: int
+        self,
+        config: ModelConfig,
+        comm: Communicator,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_seq_len: int,
+        quantization: str | None = None,
     ) -> None:
         self.config, self.comm, self.dtype, self.device = config, comm, dtype, device
         self.max_seq_len = max_seq_len
         self.shards = plan_shards(config, comm.world_size)
         self.shard = self.shards[comm.rank]
         self.kernels = choose_kernels(device, dtype, config.head_dim)
-        vocab = len(self.shard.vocab)
-        self.tok_embeddings = torch.empty(vocab, config.dim, dtype=dtype, device=device)
+        self.kind = packed_kind(dtype, device, quantization)
+        """How the weights lie in memory, see `packed_kind`."""
         self.layers = [
-            TransformerBlock(config, self.shard, comm, self.kernels, dtype, device) for _ in range(config.n_layers)
+            TransformerBlock(config, self.shard, comm, self.kernels, dtype, device, self.kind)
+            for _ in range(config.n_layers)
         ]
         self.norm = torch.empty(config.dim, dtype=torch.float32, device=device)
-        self.output = Linear(0 if config.tied_output else vocab, config.dim, dtype, device)
-        if config.tied_output:
-            self.output.weight = self.tok_embeddings
+        vocab, output_kind = len(self.shard.vocab), "int8" if self.kind == "int4" else self.kind
+        self._rounds_logits = dtype == torch.bfloat16 and device.type == "cpu" and self.kind in ("plain", "onednn")
+        out_dtype = None if self._rounds_logits else torch.float32
+        self.output = Linear(vocab, config.dim, dtype, device, output_kind, out_dtype)
+        self.tok_embeddings: Tensor | None = self.output.weight
+        """None where the embedding is the packed output matrix."""
+        if not config.tied_output:
+            self.tok_embeddings = torch.empty(vocab, config.dim, dtype=dtype, device=device)
+        self._packed_embedding: Packed | None = None
+        self._exact_output: Tensor | None = None
         self.rotary = rotary_table(config, max_seq_len, device)
+        self.native: NativeLayers | None = None
+
+    def loaded(self) -> None:
+        """All weights are in their place and the layers' are packed: pack the output matrix, connect native code."""
+        if self._rounds_logits:
+            self._exact_output = self.output.weight
+        self.output.pack()
+        if self.config.tied_output and self.output.packed is not None and self.output.packed.has_rows:
+            self.tok_embeddings, self._packed_embedding = None, self.output.packed
+        self.native = native_layers(self)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """(T,) -> (T, dim); each rank looks up the ids it holds, the others' rows are zero."""
         vocab = self.shard.vocab
         if len(vocab) == self.config.vocab_size:
-            return F.embedding(tokens, self.tok_embeddings)
+            return self._rows(tokens)
         local = tokens - vocab.start
         elsewhere = (local < 0) | (local >= len(vocab))
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.tok_embeddings)
+        rows = self._rows(local.masked_fill(elsewhere, 0))
         return self.comm.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        if self.tok_embeddings is not None:
+            return F.embedding(ids, self.tok_embeddings)
+        if self._packed_embedding is None:
+            raise RuntimeError("the model has no weights yet")
+        return self._packed_embedding.rows(ids)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor | None:
@@ -171,22 +174,26 @@ class Llama:
         Returns:
             (R, vocabulary) float32 logits of `batch.logit_rows` on rank 0, None on other ranks or for R = 0.
         """
-        eps, norm = self.config.norm_eps, self.kernels.add_norm
         h = self._embed(batch.tokens).float()
+        delta = self.native(h, batch, cache) if self.native is not None else self._run_layers(h, batch, cache)
+        rows = batch.logit_rows
+        if len(rows) == 0:
+            return None
+        if len(rows) < len(h):
+            h, delta = h.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
+        h = self.kernels.add_norm(h, delta, self.norm, self.config.norm_eps, self.dtype)
+        logits = self.output(h)
+        if self._exact_output is not None:
+            logits = self.kernels.sharpen(logits, h, self._exact_output)
+        return self.comm.gather(logits, [len(s.vocab) for s in self.shards])
+
+    def _run_layers(self, h: Tensor, batch: Batch, cache: KVCache) -> Tensor | None:
+        """h (T, dim) float32 runs through all layers, in place. Returns (T, dim), what is still to be added to it."""
+        eps, norm = self.config.norm_eps, self.kernels.add_norm
         delta = None
         for i, layer in enumerate(self.layers):
             x = norm(h, delta, layer.attention_norm, eps, self.dtype)
             delta = layer.attention(x, self.rotary, batch, cache.keys[i], cache.values[i])
             x = norm(h, delta, layer.ffn_norm, eps, self.dtype)
             delta = layer.feed_forward(x)
-        if len(batch.logit_rows) == 0:
-            return None
-        rows = batch.logit_rows
-        h = norm(
-            h.index_select(0, rows), None if delta is None else delta.index_select(0, rows), self.norm, eps, self.dtype
-        )
-        logits = self.output(h)
-        if self.dtype == torch.bfloat16 and self.device.type == "cpu" and self.output.weight is not None:
-            logits = self.kernels.sharpen(logits, h, self.output.weight)
-        gathered = self.comm.gather(logits, [len(s.vocab) for s in self.shards])
-        return None if gathered is None else gathered.float()
+        return delta

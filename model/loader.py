@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,10 +13,13 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .collectives import Communicator, init_communicator
-from .config import CheckpointError
+from .config import CheckpointError, parameter_shapes
+from .linear import packed_kind
 from .llama import Llama
-from .parallel import part_of
+from .memory import check_memory
+from .parallel import Shard, part_of, plan_shards
 from .process import cpu_threads
+from .progress import Progress, terminal_progress
 from .tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -68,29 +71,34 @@ def load_model(
     max_seq_len: int | None = None,
     tokenizer_path: str | Path | None = None,
     params_path: str | Path | None = None,
+    kv_cache_tokens: int | None = None,
+    kv_cache_memory: int | None = None,
     comm: Communicator | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Llama, Tokenizer]:
     """Load this rank's part of a checkpoint. Under torchrun every rank calls this alike.
+
+    Whether it fits is found before it is allocated. Peak memory: what stays, and one layer's matrices or the largest
+    one, whichever is more.
 
     Args:
         checkpoint: a GGUF file, or a directory in one of the formats of `model.checkpoint`.
         max_seq_len: longest sequence, prompt and answer together, in tokens; None = the checkpoint's own.
         tokenizer_path, params_path: where they don't lie beside the weights, see `open_checkpoint`.
-        progress: called with (tensors read, tensors in all).
+        kv_cache_tokens, kv_cache_memory: size of the cache that will be made for the model, in tokens or bytes per
+            rank, so that it is known to fit too.
+        progress: called with (tensors read, tensors in all); None = a bar where there is a terminal.
 
     Raises:
         CheckpointError: naming file, tensor or value, and what to do.
     """
-    if quantization not in (None, "none"):
-        raise CheckpointError(f"quantization is {quantization!r}: only none is available in this version")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = resolve_device(device, local_rank)
     chosen_dtype = resolve_dtype(dtype, chosen)
+    packed_kind(chosen_dtype, chosen, quantization)  # an error where such weights can't be had
     if chosen.type == "cpu":
         torch.set_num_threads(cpu_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    source = open_checkpoint(checkpoint, tokenizer_path, params_path)
-    try:
+    with open_checkpoint(checkpoint, tokenizer_path, params_path) as source:
         tokenizer = source.tokenizer()
         if tokenizer.n_words > source.config.vocab_size:
             raise CheckpointError(
@@ -100,53 +108,98 @@ def load_model(
         config = dataclasses.replace(source.config, stop_ids=tokenizer.stop_ids, bos_id=tokenizer.bos_id)
         if max_seq_len is not None and max_seq_len < 1:
             raise CheckpointError(f"max_seq_len is {max_seq_len}, expected at least 1")
+        context = max_seq_len or config.max_seq_len
         comm = comm or init_communicator(chosen)
-        model = Llama(config, comm, chosen_dtype, chosen, max_seq_len or config.max_seq_len)
-        load_weights(model, source, progress)
-    finally:
-        source.close()
+        check_memory(
+            config,
+            _neighbors(plan_shards(config, comm.world_size), comm.rank, chosen),
+            chosen_dtype,
+            chosen,
+            ranks=comm.world_size,
+            max_seq_len=context,
+            quantization=quantization,
+            cache_tokens=kv_cache_tokens,
+            cache_memory=kv_cache_memory,
+        )
+        comm.barrier()  # no rank takes memory that another still counts as free
+        model = Llama(config, comm, chosen_dtype, chosen, context, quantization)
+        with terminal_progress("loading", shown=progress is None and comm.rank == 0) as bar:
+            load_weights(model, source, progress or bar)
     return model, tokenizer
 
 
-def load_weights(model: Llama, source: Checkpoint, progress: Callable[[int, int], None] | None = None) -> None:
-    """Fill `model` from `source`. Peak memory: the model's own, plus one tensor's part and its packed copy."""
-    targets = _targets(model)
-    for i, (name, target) in enumerate(targets.items()):
-        part = part_of(name, model.shard, model.config.head_dim)
-        target.copy_(source.read(name) if part is None else source.read(name, *part))
-        if progress:
-            progress(i + 1, len(targets))
-    for layer in model.layers:
-        for linear in (layer.attention.wqkv, layer.attention.wo, layer.feed_forward.w13, layer.feed_forward.w2):
-            linear.prepack()
-    model.output.prepack(keep=True)  # as the embedding, and to compute some logits exactly
+def _neighbors(shards: list[Shard], rank: int, device: torch.device) -> list[Shard]:
+    """The parts of all ranks that share this rank's memory, its own among them."""
+    if device.type != "cpu":
+        return [shards[rank]]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", len(shards)))
+    first = rank - rank % local
+    return shards[first : first + local]
 
 
-def _targets(model: Llama) -> dict[str, Tensor]:
-    """Where each parameter goes, by Meta's name; wq, wk, wv and w1, w3 are rows of one fused matrix."""
-    config, shard = model.config, model.shard
-    q, kv = len(shard.heads) * config.head_dim, len(shard.kv_heads) * config.head_dim
-    targets = {"tok_embeddings.weight": model.tok_embeddings}
+def load_weights(model: Llama, source: Checkpoint, progress: Progress | None = None) -> None:
+    """Fill `model` from `source`. Peak memory: the model's own; plain weights of one layer while packed ones are made.
+
+    Raises:
+        CheckpointError: NaN or infinite numbers, naming file and tensor.
+    """
+    total, done = len(parameter_shapes(model.config)), 0
+
+    def fill(targets: dict[str, Tensor]) -> None:
+        nonlocal done
+        for name, target in targets.items():
+            source.read_into(target, name, *(part_of(name, model.shard, model.config.head_dim) or ()))
+            _check_finite(target, name, source)
+            done += 1
+            if progress:
+                progress(done, total)
+
+    embedding = _weight(model.output) if model.tok_embeddings is None else model.tok_embeddings
+    fill({"tok_embeddings.weight": embedding})
+    plain: list[Tensor] = []
     for i, layer in enumerate(model.layers):
-        attention, feed_forward = layer.attention, layer.feed_forward
-        wq, wk, wv = _weight(attention.wqkv).split([q, kv, kv])
-        w1, w3 = _weight(feed_forward.w13).chunk(2)
-        prefix = f"layers.{i}."
-        targets |= {
-            prefix + "attention_norm.weight": layer.attention_norm,
-            prefix + "attention.wq.weight": wq,
-            prefix + "attention.wk.weight": wk,
-            prefix + "attention.wv.weight": wv,
-            prefix + "attention.wo.weight": _weight(attention.wo),
-            prefix + "ffn_norm.weight": layer.ffn_norm,
-            prefix + "feed_forward.w1.weight": w1,
-            prefix + "feed_forward.w3.weight": w3,
-            prefix + "feed_forward.w2.weight": _weight(feed_forward.w2),
-        }
-    targets["norm.weight"] = model.norm
-    if not config.tied_output:
-        targets["output.weight"] = _weight(model.output)
-    return targets
+        linears = (layer.attention.wqkv, layer.attention.wo, layer.feed_forward.w13, layer.feed_forward.w2)
+        plain = plain or [_weight(linear) for linear in linears]
+        for linear, memory in zip(linears, plain, strict=True):
+            if linear.kind != "plain":  # it will be packed: until then it uses the memory of the first layer's
+                linear.weight = memory
+        fill(_layer_targets(model, i))
+        for linear in linears:
+            linear.pack()
+    plain.clear()
+    fill({"norm.weight": model.norm} | ({} if model.config.tied_output else {"output.weight": _weight(model.output)}))
+    model.loaded()
+
+
+def _check_finite(target: Tensor, name: str, source: Checkpoint) -> None:
+    """One pass over what was read: both extremes are finite only where all is."""
+    low, high = torch.aminmax(target)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise CheckpointError(
+            f"checkpoint {source.where(name)}: {name} holds NaN or infinite numbers (in {target.dtype}); the file is "
+            "broken or was saved from a failed training, fetch it again"
+        )
+
+
+def _layer_targets(model: Llama, i: int) -> dict[str, Tensor]:
+    """Where each parameter of layer `i` goes, by Meta's name; wq, wk, wv and w1, w3 are rows of one fused matrix."""
+    shard, head_dim = model.shard, model.config.head_dim
+    q, kv = len(shard.heads) * head_dim, len(shard.kv_heads) * head_dim
+    attention, feed_forward = model.layers[i].attention, model.layers[i].feed_forward
+    wq, wk, wv = _weight(attention.wqkv).split([q, kv, kv])
+    w1, w3 = _weight(feed_forward.w13).chunk(2)
+    prefix = f"layers.{i}."
+    return {
+        prefix + "attention_norm.weight": model.layers[i].attention_norm,
+        prefix + "attention.wq.weight": wq,
+        prefix + "attention.wk.weight": wk,
+        prefix + "attention.wv.weight": wv,
+        prefix + "attention.wo.weight": _weight(attention.wo),
+        prefix + "ffn_norm.weight": model.layers[i].ffn_norm,
+        prefix + "feed_forward.w1.weight": w1,
+        prefix + "feed_forward.w3.weight": w3,
+        prefix + "feed_forward.w2.weight": _weight(feed_forward.w2),
+    }
 
 
 def _weight(linear: object) -> Tensor:

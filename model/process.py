@@ -1,4 +1,4 @@
-"""What a rank needs from its operating system: to end with its parent, and to know how many cores it has."""
+"""What a rank needs from its operating system: to end with its parent, its cores, its control groups, its memory."""
 
 from __future__ import annotations
 
@@ -70,20 +70,27 @@ def _cgroup_quota(membership: Path, root: Path) -> float | None:
     (`cpu.cfs_quota_us`, `cpu.cfs_period_us`).
     """
     quotas = []
-    for line in _read(membership).splitlines():
+    for group in control_groups("cpu", membership, root):
+        quotas.append(_quota(kernel_text(group / "cpu.max").split()))
+        quotas.append(_quota([kernel_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def control_groups(
+    controller: str, membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[Path]:
+    """The directories of the groups, of either version, that may limit what `controller` counts for this process."""
+    for line in kernel_text(membership).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
             mounts = [root, root / "unified"]
-        elif "cpu" in controllers.split(","):
-            mounts = [root / "cpu", root / controllers]
+        elif controller in controllers.split(","):
+            mounts = [root / controller, root / controllers]
         else:
             continue
         for mount in mounts:
-            for group in _upwards(mount, path):
-                quotas.append(_quota(_read(group / "cpu.max").split()))
-                quotas.append(_quota([_read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]))
-    return min((quota for quota in quotas if quota is not None), default=None)
+            yield from _upwards(mount, path)
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
@@ -103,7 +110,8 @@ def _quota(fields: list[str]) -> float | None:
     return quota / period if quota > 0 and period > 0 else None
 
 
-def _read(path: Path) -> str:
+def kernel_text(path: Path) -> str:
+    """What a file of the kernel's says; nothing where there is no such file."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -70,15 +70,16 @@ class SharedMemoryCommunicator(Communicator):
         handle = library.coll_open(start, rank, world_size, slot_bytes(world_size), file, spin_s, timeout_s)
         if not handle:
             raise SharedMemoryUnavailable(f"rank {rank} can't lock its byte of the segment")
-        self._handle = ctypes.c_void_p(handle)
-        release = weakref.finalize(self, _release, library, self._handle, file, self._memory)
+        self.handle = ctypes.c_void_p(handle)
+        """The native communicator; gone with this object."""
+        release = weakref.finalize(self, _release, library, self.handle, file, self._memory)
         release.atexit = False  # a daemon thread may still be waiting then; the kernel cleans up
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         check_reducible(x)
         if x.device.type != "cpu":
             raise ValueError(f"all_reduce over shared memory got a tensor on {x.device}, expected one on the CPU")
-        self._check(self._call("coll_all_reduce", x.data_ptr(), x.numel(), _DTYPES[x.dtype]), "all_reduce")
+        self.check(self._call("coll_all_reduce", x.data_ptr(), x.numel(), _DTYPES[x.dtype]), "all_reduce")
         return x
 
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
@@ -87,38 +88,39 @@ class SharedMemoryCommunicator(Communicator):
         row_bytes = (ctypes.c_int64 * self.world_size)(*(size * x.element_size() for size in sizes))
         out = x.new_empty(x.shape[0], sum(sizes)) if self.rank == 0 else None
         pointer = None if out is None else out.data_ptr()
-        self._check(self._call("coll_gather", x.data_ptr(), x.shape[0], row_bytes, pointer), "gather")
+        self.check(self._call("coll_gather", x.data_ptr(), x.shape[0], row_bytes, pointer), "gather")
         return out
 
     def broadcast_array(self, data: np.ndarray | None) -> np.ndarray:
         data = check_array(data, self.rank)
         if data is not None:
-            self._check(self._call("coll_send", data.ctypes.data, data.nbytes), "broadcast_array")
+            self.check(self._call("coll_send", data.ctypes.data, data.nbytes), "broadcast_array")
             return data
         self._call("coll_arrive")
         size = ctypes.c_int64()
         result = self._call("coll_expect", 1, _SLICE_S, ctypes.byref(size))
         while result >> 8 == _NOT_YET:
             result = self._call("coll_expect", 0, _SLICE_S, ctypes.byref(size))
-        self._check(result, "broadcast_array")
+        self.check(result, "broadcast_array")
         data = np.empty(size.value // 4, dtype=np.int32)
-        self._check(self._call("coll_receive", data.ctypes.data, data.nbytes), "broadcast_array")
+        self.check(self._call("coll_receive", data.ctypes.data, data.nbytes), "broadcast_array")
         return data
 
     def barrier(self) -> None:
-        self._check(self._call("coll_barrier"), "barrier")
+        self.check(self._call("coll_barrier"), "barrier")
 
     def close(self) -> None:
         self._closed = True
-        self._library.coll_close(self._handle)
+        self._library.coll_close(self.handle)
 
     def _call(self, name: str, *args: Any) -> int:
         if self._closed:
             raise CollectiveError(f"rank {self.rank}: this communicator is closed")
-        result = getattr(self._library, name)(self._handle, *args)
+        result = getattr(self._library, name)(self.handle, *args)
         return 0 if result is None else int(result)
 
-    def _check(self, result: int, operation: str) -> None:
+    def check(self, result: int, operation: str) -> None:
+        """Close and raise CollectiveError where a native call returned a failure."""
         if result == 0:
             return
         self.close()  # the ranks are out of step now: nobody shall wait for this one

@@ -1,23 +1,32 @@
-"""Tokenizers: the interface, its two implementations, and how a GGUF file's metadata becomes one."""
+"""Tokenizers: the interface, its implementations, and how a GGUF file's metadata becomes one."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from .config import CheckpointError
 from .tokenizer_base import TextDecoder, Tokenizer
 from .tokenizer_bpe import BPETokenizer
-from .tokenizer_spm import BYTE, CONTROL, NORMAL, UNKNOWN, SentencePieceTokenizer, build_model
+from .tokenizer_directory import TURN_ENDS, tokenizer_from_directory
+from .tokenizer_json import check_unicode, is_id
+from .tokenizer_metaspace import BYTE_PIECE, MetaspaceTokenizer
+from .tokenizer_proto import BYTE, CONTROL, NORMAL, UNKNOWN, build_model
+from .tokenizer_spm import SentencePieceTokenizer
 
-__all__ = ["BPETokenizer", "SentencePieceTokenizer", "TextDecoder", "Tokenizer", "tokenizer_from_gguf"]
+__all__ = [
+    "BPETokenizer",
+    "MetaspaceTokenizer",
+    "SentencePieceTokenizer",
+    "TextDecoder",
+    "Tokenizer",
+    "tokenizer_from_directory",
+    "tokenizer_from_gguf",
+]
 
 _PREFIX = "tokenizer.ggml."
 _NO_ID = (-1, 0xFFFFFFFF)
-_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-"""Control tokens that end a turn, for files whose metadata names only the end of the text."""
+_KIND_NAMES: dict[type, str] = {str: "a text", int: "an integer", float: "a number"}
 
 
 def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
@@ -32,24 +41,34 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     model = metadata.get(_PREFIX + "model")
     if model not in ("llama", "gpt2"):
         raise CheckpointError(f"{_PREFIX}model is {model!r}; supported are llama (SentencePiece) and gpt2 (BPE)")
-    pieces = _list(metadata, "tokens")
+    pieces = _list(metadata, "tokens", str)
     ids = _named_ids(metadata, len(pieces), llama=model == "llama")
     kinds = _kinds(metadata, pieces, ids)
     tokenizer = _sentencepiece(metadata, pieces, kinds, ids) if model == "llama" else _bpe(metadata, pieces, kinds)
     tokenizer.bos_id, tokenizer.eos_id = ids["bos"], ids["eos"]
     tokenizer.pad_id = -1 if ids["padding"] is None else ids["padding"]
     tokenizer.adds_bos = bool(metadata.get(_PREFIX + "add_bos_token", tokenizer.adds_bos))
-    tokenizer.chat_template = metadata.get("tokenizer.chat_template") or None
+    template = metadata.get("tokenizer.chat_template") or None
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"tokenizer.chat_template is {template!r:.60}, expected a text")
+    tokenizer.chat_template = template
     tokenizer.stop_ids = _stop_ids(tokenizer, ids)
     return tokenizer
 
 
-def _list(metadata: dict[str, Any], key: str, length: int | None = None) -> list[Any]:
+def _list(metadata: dict[str, Any], key: str, kind: type, length: int | None = None) -> list[Any]:
+    """A list of `kind`s; of `length` entries where that is given."""
     value = metadata.get(_PREFIX + key)
-    if value is None or isinstance(value, (str, bytes)) or not len(value):
+    if value is None or not isinstance(value, (list, tuple)) or not value:
         raise CheckpointError(f"{_PREFIX}{key} is missing or empty; the file holds no complete tokenizer")
     if length is not None and len(value) != length:
         raise CheckpointError(f"{_PREFIX}{key} has {len(value)} entries, {_PREFIX}tokens has {length}")
+    kinds = (int, float) if kind is float else kind
+    wrong = next((i for i, entry in enumerate(value) if not isinstance(entry, kinds)), None)
+    if wrong is not None:
+        raise CheckpointError(f"{_PREFIX}{key}[{wrong}] is {value[wrong]!r:.60}, expected {_KIND_NAMES[kind]}")
+    if kind is str:
+        check_unicode(value, _PREFIX + key)
     return list(value)
 
 
@@ -62,10 +81,10 @@ def _named_ids(metadata: dict[str, Any], n_words: int, *, llama: bool) -> dict[s
         value = metadata.get(key, defaults.get(name))
         if value is None or value in _NO_ID:
             ids[name] = None
-        elif 0 <= value < n_words:
-            ids[name] = int(value)
+        elif is_id(value) and value < n_words:
+            ids[name] = value
         else:
-            raise CheckpointError(f"{key} is {value}, but the vocabulary has {n_words} tokens (0..{n_words - 1})")
+            raise CheckpointError(f"{key} is {value!r:.60}, but the vocabulary has {n_words} tokens (0..{n_words - 1})")
     return ids
 
 
@@ -73,9 +92,12 @@ def _kinds(metadata: dict[str, Any], pieces: Sequence[str], ids: dict[str, int |
     """The kind of each token. Those that frame a text or a turn are control tokens even if the file forgot it."""
     if metadata.get(_PREFIX + "token_type") is None:
         llama = metadata[_PREFIX + "model"] == "llama"
-        kinds = [BYTE if llama and _BYTE_PIECE.fullmatch(piece) else NORMAL for piece in pieces]
+        kinds = [BYTE if llama and BYTE_PIECE.fullmatch(piece) else NORMAL for piece in pieces]
     else:
-        kinds = [int(kind) for kind in _list(metadata, "token_type", len(pieces))]
+        kinds = [kind or NORMAL for kind in _list(metadata, "token_type", int, len(pieces))]  # 0 is "undefined"
+        strange = next((i for i, kind in enumerate(kinds) if not NORMAL <= kind <= BYTE), None)
+        if strange is not None:
+            raise CheckpointError(f"{_PREFIX}token_type[{strange}] is {kinds[strange]}, known are {NORMAL} to {BYTE}")
     for name in ("bos", "eos", "eot", "eom"):
         token_id = ids[name]
         if token_id is not None and kinds[token_id] != UNKNOWN:
@@ -90,7 +112,7 @@ def _sentencepiece(
         kinds[ids["unknown"]] = UNKNOWN  # SentencePiece can't do without one
     model = build_model(
         pieces,
-        _list(metadata, "scores", len(pieces)),
+        _list(metadata, "scores", float, len(pieces)),
         kinds,
         bos_id=ids["bos"],
         eos_id=ids["eos"],
@@ -104,7 +126,7 @@ def _bpe(metadata: dict[str, Any], pieces: list[str], kinds: list[int]) -> Token
     if pre is None:
         raise CheckpointError(f"{_PREFIX}pre is missing, so it's unknown how text is cut into words; convert again")
     merges: list[tuple[str, str]] = []
-    for merge in _list(metadata, "merges"):
+    for merge in _list(metadata, "merges", str):
         first, _, second = merge.partition(" ")
         merges.append((first, second))
     try:
@@ -117,5 +139,5 @@ def _stop_ids(tokenizer: Tokenizer, ids: dict[str, int | None]) -> frozenset[int
     """EOS and the ends of turns; a chat model's template may end turns by a token the metadata doesn't name."""
     found = {ids["eos"], ids["eot"], ids["eom"]}
     if ids["eot"] is None and tokenizer.chat_template:
-        found |= {tokenizer.control_token(text) for text in _TURN_ENDS if text in tokenizer.chat_template}
+        found |= {tokenizer.control_token(text) for text in TURN_ENDS if text in tokenizer.chat_template}
     return frozenset(token_id for token_id in found if token_id is not None)

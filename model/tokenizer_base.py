@@ -26,6 +26,8 @@ class Tokenizer(ABC):
     """
 
     n_words: int
+    pieces: Sequence[str]
+    """Each token as the vocabulary writes it."""
     bos_id: int | None = None
     eos_id: int | None = None
     pad_id: int = -1

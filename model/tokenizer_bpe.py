@@ -6,15 +6,17 @@ other 68 as U+0100, U+0101, ... in rising order (GPT-2's `encoder.py`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
 
 from .config import CheckpointError
 from .tokenizer_base import Tokenizer, well_formed
-from .tokenizer_spm import CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from .tokenizer_proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _LLAMA3 = (
@@ -23,17 +25,18 @@ _LLAMA3 = (
 )
 
 
-def _byte_level(use_regex: bool) -> pre_tokenizers.PreTokenizer:
+def byte_level(use_regex: bool) -> pre_tokenizers.PreTokenizer:
+    """Each byte as its character, after cutting by GPT-2's pattern where asked for."""
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
 def _smollm() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(True)])
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level(True)])
 
 
 def _llama3() -> pre_tokenizers.PreTokenizer:
     split = pre_tokenizers.Split(tokenizers.Regex(_LLAMA3), behavior="isolated")
-    return pre_tokenizers.Sequence([split, _byte_level(False)])
+    return pre_tokenizers.Sequence([split, byte_level(False)])
 
 
 def _gguf_default() -> pre_tokenizers.PreTokenizer:
@@ -42,22 +45,26 @@ def _gguf_default() -> pre_tokenizers.PreTokenizer:
         pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
         for pattern in (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
     ]
-    return pre_tokenizers.Sequence([*splits, _byte_level(False)])
+    return pre_tokenizers.Sequence([*splits, byte_level(False)])
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
     """How a text is cut into words before merging."""
 
-    build: Callable[[], pre_tokenizers.PreTokenizer]
+    build: Callable[[], pre_tokenizers.PreTokenizer | None]
     whole_words: bool = False
     """A word that is in the vocabulary is one token, whatever the merges say."""
     adds_bos: bool = False
+    normalizer: normalizers.Normalizer | None = None
+    """Changes the text before it is cut."""
+    added: Mapping[str, tokenizers.AddedToken] = field(default_factory=dict)
+    """How USER_DEFINED pieces are found in a text, where it isn't the usual way (as they are written)."""
 
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "smollm": PreTokenizer(_smollm),
-    "gpt-2": PreTokenizer(lambda: _byte_level(True)),
+    "gpt-2": PreTokenizer(lambda: byte_level(True)),
     "default": PreTokenizer(_gguf_default),
     "llama-bpe": PreTokenizer(_llama3, whole_words=True, adds_bos=True),
     "llama3": PreTokenizer(_llama3, whole_words=True, adds_bos=True),
@@ -79,7 +86,7 @@ class BPETokenizer(Tokenizer):
         pieces: text of each token: byte-level characters for a NORMAL one, plain text for the others.
         merges: pairs of pieces, first merged first.
         kinds: NORMAL, UNKNOWN, CONTROL, USER_DEFINED or UNUSED, one per piece.
-        pre: a key of PRE_TOKENIZERS.
+        pre: a key of PRE_TOKENIZERS, or a pre-tokenizer of its own.
 
     Raises:
         CheckpointError: an unknown pre-tokenizer, or pieces and merges that don't fit together.
@@ -90,21 +97,32 @@ class BPETokenizer(Tokenizer):
         pieces: Sequence[str],
         merges: Sequence[tuple[str, str]],
         kinds: Sequence[int],
-        pre: str,
+        pre: str | PreTokenizer,
     ) -> None:
-        known = PRE_TOKENIZERS.get(pre)
+        known = PRE_TOKENIZERS.get(pre) if isinstance(pre, str) else pre
         if known is None:
             raise CheckpointError(f"pre-tokenizer {pre!r} isn't known; supported are {', '.join(PRE_TOKENIZERS)}")
         self.n_words = len(pieces)
+        self.pieces, self.kinds = pieces, kinds
         self.adds_bos = known.adds_bos
         self.control_tokens = {pieces[i]: i for i, kind in enumerate(kinds) if kind == CONTROL}
         self.special_ids = frozenset(i for i, kind in enumerate(kinds) if kind in (CONTROL, UNKNOWN))
         alphabet = byte_alphabet()
         self._bytes = [_piece_bytes(piece, kind, alphabet) for piece, kind in zip(pieces, kinds, strict=True)]
-        self._backend = _backend(pieces, merges, kinds, known)
+        self._backend = make_backend(pieces, merges, kinds, known)
 
     def encode(self, s: str, bos: bool, eos: bool) -> list[int]:
         return self._frame(self._backend.encode(well_formed(s), add_special_tokens=False).ids, bos, eos)
+
+    def rules(self) -> dict[str, Any]:
+        """Normalizer, pre-tokenizer, added tokens and model (with its merges) as in a `tokenizer.json`."""
+        return backend_rules(self._backend)
+
+
+def backend_rules(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What `backend` is made of, as in a `tokenizer.json`; its vocabulary lacks the control tokens."""
+    document: dict[str, Any] = json.loads(backend.to_str())
+    return document
 
 
 def _piece_bytes(piece: str, kind: int, alphabet: Mapping[str, int]) -> bytes:
@@ -115,19 +133,35 @@ def _piece_bytes(piece: str, kind: int, alphabet: Mapping[str, int]) -> bytes:
     return piece.encode()
 
 
-def _backend(
-    pieces: Sequence[str], merges: Sequence[tuple[str, str]], kinds: Sequence[int], pre: PreTokenizer
+def make_backend(
+    pieces: Sequence[str], merges: Sequence[tuple[str, str]], kinds: Sequence[int], pre: PreTokenizer, **options: Any
 ) -> tokenizers.Tokenizer:
-    """The library's tokenizer. It doesn't know the control tokens at all, so no text can become one."""
-    text_kinds = (NORMAL, USER_DEFINED)
+    """The library's tokenizer. It doesn't know the control tokens at all, so no text can become one.
+
+    Raises:
+        CheckpointError: the pieces aren't distinct, or the merges don't fit them.
+    """
+    text_kinds = (NORMAL, USER_DEFINED, BYTE)
     vocab = {piece: i for i, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)) if kind in text_kinds}
+    if len(vocab) != sum(kind in text_kinds for kind in kinds):
+        twice = next(piece for i, piece in enumerate(pieces) if kinds[i] in text_kinds and vocab[piece] != i)
+        raise CheckpointError(f"the BPE vocabulary can't be used: {twice!r} is there twice")
     taken = {pieces[i] for i, kind in enumerate(kinds) if kind not in text_kinds}
     usable = [pair for pair in merges if not taken.intersection((*pair, pair[0] + pair[1]))]
     try:
-        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=usable, ignore_merges=pre.whole_words))
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=usable, ignore_merges=pre.whole_words, **options))
+        if pre.normalizer is not None:
+            backend.normalizer = pre.normalizer
+        pre_tokenizer = pre.build()
+        if pre_tokenizer is not None:
+            backend.pre_tokenizer = pre_tokenizer
+        user_defined = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == USER_DEFINED]
+        backend.add_tokens(
+            [
+                pre.added.get(piece) or tokenizers.AddedToken(piece, normalized=False, special=False)
+                for piece in user_defined
+            ]
+        )
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"the BPE vocabulary can't be used: {error}") from error
-    backend.pre_tokenizer = pre.build()
-    user_defined = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == USER_DEFINED]
-    backend.add_tokens([tokenizers.AddedToken(piece, normalized=False, special=False) for piece in user_defined])
     return backend

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import time
 from typing import Any
 
@@ -22,7 +21,7 @@ from model.config import parameter_shapes
 from model.loader import load_model, resolve_device, resolve_dtype
 from model.process import cpu_threads, die_with_parent
 
-from .measure import Stream, summarize
+from .measure import Stream, gather_numbers, peak_rss_mb, summarize
 from .peers import transformers_model
 
 
@@ -42,6 +41,7 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any] | None:
     engine = Engine(model, EngineSettings(kv_cache_tokens=tokens, prefix_cache=False))
     if comm.rank != 0:
         engine.follow()
+        gather_numbers(comm, [peak_rss_mb()], model.device)
         return None
     run_engine(engine, prompts(1, args.prompt_tokens, model.config.vocab_size), 4)
     rows = []
@@ -50,8 +50,8 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any] | None:
         rows.append(summarize(streams, args.prompt_tokens))
     engine.heartbeat(stop=True)
     dtype = str(model.dtype).removeprefix("torch.")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"rows": rows, "load_s": load_s, "peak_rss_mb": peak, "dtype": dtype}
+    peaks = gather_numbers(comm, [peak_rss_mb()], model.device) or []
+    return {"rows": rows, "load_s": load_s, "peak_rss_mb": sum(row[0] for row in peaks), "dtype": dtype}
 
 
 def run_engine(engine: Engine, asked: list[list[int]], new_tokens: int) -> list[Stream]:

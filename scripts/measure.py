@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from model.collectives import Communicator
 
 
 @dataclass
@@ -79,3 +85,21 @@ def _median(values: list[Any]) -> Any:
         return {key: _median([v[key] for v in values]) for key in values[0]}
     middle = statistics.median(values)
     return int(middle) if isinstance(values[0], int) else round(middle, 3)
+
+
+def peak_rss_mb() -> float:
+    """The most memory this process has held, in MiB. `ru_maxrss` would count what its parent held when it forked."""
+    status = Path("/proc/self/status")
+    for line in status.read_text(encoding="utf-8").splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def gather_numbers(
+    comm: Communicator, numbers: Sequence[float], device: torch.device | None = None
+) -> list[list[float]] | None:
+    """Every rank's numbers (as many on each, with float32's precision) on rank 0, else None."""
+    row = torch.tensor([numbers], dtype=torch.float32, device=device)
+    rows = comm.gather(row, [len(numbers)] * comm.world_size)
+    return None if rows is None else rows.view(comm.world_size, -1).tolist()

@@ -15,8 +15,14 @@ def to_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
-def transformers_model(config: ModelConfig, weights: dict[str, torch.Tensor]) -> Any:
-    """The same model in transformers, float32, from the whole model's weights by Meta's names."""
+def transformers_model(
+    config: ModelConfig, weights: dict[str, torch.Tensor], rope: dict[str, Any] | None = None
+) -> Any:
+    """The same model in transformers, float32, from the whole model's weights by Meta's names.
+
+    Args:
+        rope: A rotary scaling in transformers' terms; the configuration's own factors are not looked at.
+    """
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size,
@@ -27,7 +33,7 @@ def transformers_model(config: ModelConfig, weights: dict[str, torch.Tensor]) ->
             num_key_value_heads=config.n_kv_heads,
             head_dim=config.head_dim,
             rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta, **(rope or {})},
             max_position_embeddings=config.max_seq_len,
             tie_word_embeddings=config.tied_output,
         )

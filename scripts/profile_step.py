@@ -64,22 +64,14 @@ def watch(engine: Engine, parts: Parts) -> None:
         for owner, names in ((layer.attention, ("wqkv", "wo")), (layer.feed_forward, ("w13", "w2"))):
             for name in names:
                 setattr(owner, name, parts.timed(getattr(owner, name), name))
-    setattr(model, "output", _Output(model.output, parts))  # noqa: B010 - its type is another
+    if model.native is not None:
+        setattr(model, "native", parts.timed(model.native, "all layers, native"))  # noqa: B010
+    setattr(model, "output", parts.timed(model.output, "output"))  # noqa: B010 - its type is another
+    parts.time(model, "_embed", "embedding")
     parts.time(generation.engine, "make_batch")
     parts.time(generation.engine, "sample")
     parts.time(engine, "_commit", "commit, sampling in it")
     parts.time(engine.scheduler, "plan")
-
-
-class _Output:
-    """The output matrix, timed; the model also reads its weight."""
-
-    def __init__(self, linear: Any, parts: Parts) -> None:
-        self.weight = linear.weight
-        self._call = parts.timed(linear, "output")
-
-    def __call__(self, x: Any) -> Any:
-        return self._call(x)
 
 
 def profile(engine: Engine, rows: int, context: int, steps: int) -> None:

@@ -6,12 +6,16 @@ part = checkpoint.read("layers.0.attention.wq.weight", dim=0, start=0, stop=2048
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 from model.config import CheckpointError
 
 from .base import Checkpoint
 from .gguf import GGUFCheckpoint
+from .gguf_header import MAGIC
+from .huggingface import INDEX_SUFFIX, SUFFIX, HuggingFaceCheckpoint
 from .meta import MetaCheckpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
@@ -22,12 +26,12 @@ LOOKED_FOR = "consolidated.*.pth (Meta), *.gguf (GGUF) and *.safetensors (Huggin
 def open_checkpoint(
     path: str | Path, tokenizer_path: str | Path | None = None, params_path: str | Path | None = None
 ) -> Checkpoint:
-    """Open the checkpoint in a directory, or a GGUF file, and check all that can be checked without reading weights.
+    """Open a checkpoint and check all that can be checked without reading weights.
 
     In a directory Meta's shards come before a GGUF file, and that before Hugging Face's files.
 
     Args:
-        path: A directory, or a file in GGUF format.
+        path: A directory, a GGUF file, or a safetensors file (or index) with `config.json` beside it.
         tokenizer_path: A SentencePiece model to use in place of the checkpoint's own tokenizer.
         params_path: A Meta checkpoint's `params.json`, where it doesn't lie beside the shards.
 
@@ -50,8 +54,10 @@ def _open_file(path: Path, tokenizer: Path | None) -> Checkpoint:
         raise CheckpointError(
             f"checkpoint {path}: is one shard of a Meta checkpoint, give its directory instead: {path.parent}"
         )
-    if path.suffix == ".safetensors":
-        raise _hugging_face(path)
+    if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return HuggingFaceCheckpoint(path, tokenizer)
+    if path.suffix == ".bin" and not _is_gguf(path):
+        raise _pickled(path)
     return GGUFCheckpoint(path, tokenizer)
 
 
@@ -65,22 +71,40 @@ def _open_directory(path: Path, tokenizer: Path | None, params: Path | None) -> 
         raise CheckpointError(f"checkpoint {path}: holds {len(ggufs)} GGUF files, give one of them: {_listing(ggufs)}")
     if ggufs:
         return GGUFCheckpoint(path / ggufs[0], tokenizer)
-    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        raise _hugging_face(path)
+    if any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
+        return HuggingFaceCheckpoint(path, tokenizer)
+    if any(name.endswith((".bin", ".bin.index.json")) for name in names):
+        raise _pickled(path)
     if any(name.endswith(".distcp") for name in names):
         raise CheckpointError(
             f"checkpoint {path}: torch.distributed checkpoints (*.distcp) aren't read; give the directory of Meta's "
             "own files that it was converted from, no conversion is needed here"
         )
     holds = f"it holds {_listing(names)}" if names else "it is empty"
-    raise CheckpointError(f"checkpoint {path}: no model in this directory: looked for {LOOKED_FOR}; {holds}")
+    below = [path / name for name in names if _holds_model(path / name)]
+    hint = f"; a model lies one level down, give its path: {_listing([str(p) for p in below])}" if below else ""
+    raise CheckpointError(f"checkpoint {path}: no model in this directory: looked for {LOOKED_FOR}; {holds}{hint}")
 
 
-def _hugging_face(path: Path) -> CheckpointError:
+def _holds_model(folder: Path) -> bool:
+    """Whether it is a directory with files of one of the formats, to judge by their names."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # a file, or not for us
+        return False
+    return any(re.fullmatch(r"(consolidated\..*\.pth|[^.].*(\.gguf|\.safetensors))", name) for name in names)
+
+
+def _pickled(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {path}: the Hugging Face format (*.safetensors) isn't read yet; "
-        "use Meta's files (consolidated.*.pth with params.json) or a GGUF file of the same model"
+        f"checkpoint {path}: *.bin files (pickles, the older Hugging Face form) aren't read; use the model's "
+        "safetensors files, or convert it: load it in transformers and call save_pretrained(directory)"
     )
+
+
+def _is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def _listing(names: list[str], most: int = 8) -> str:

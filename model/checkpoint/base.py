@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+TYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""GGML's names of the types that aren't quantized."""
+
 
 class Checkpoint(ABC):
     """An opened checkpoint: a configuration, a tokenizer, and parameters by Meta's names to read part by part.
@@ -27,7 +33,7 @@ class Checkpoint(ABC):
     """
 
     format: str
-    """Which format it is: "meta" or "gguf"."""
+    """Which format it is: "meta", "gguf" or "huggingface"."""
 
     def __init__(self, path: Path, config: ModelConfig, tokenizer_path: Path | None = None) -> None:
         self.path = path
@@ -44,6 +50,17 @@ class Checkpoint(ABC):
         Raises:
             CheckpointError: There is no such parameter or part, or the checkpoint is closed.
         """
+        part = self._read(name, dim, start, self._end(name, dim, start, stop))
+        self._drop(name)
+        return part
+
+    def read_into(self, out: torch.Tensor, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> None:
+        """As `read`, into `out` and its type. Formats that can do so without memory of their own do."""
+        self._read_into(out, name, dim, start, self._end(name, dim, start, stop))
+        self._drop(name)
+
+    def _end(self, name: str, dim: int, start: int, stop: int | None) -> int:
+        """`stop`, or the end of the dimension, after all checks."""
         shape = self._shapes.get(name)
         if shape is None:
             raise CheckpointError(f"checkpoint {self.path}: the model has no parameter {name!r}")
@@ -55,11 +72,32 @@ class Checkpoint(ABC):
                 f"checkpoint {self.path}: part {start}..{end} of {name} was asked for, "
                 f"but its dimension {dim} has {shape[dim]} entries (shape {shape})"
             )
-        return self._read(name, dim, start, end)
+        return end
+
+    def where(self, name: str) -> str:
+        """The file of the parameter `name`, for messages."""
+        return str(self.path)
+
+    def _drop(self, name: str) -> None:
+        """Let go of the file's pages that hold `name`, so that a rank's memory isn't the whole file in the end."""
+        for view in self._mapped(name):
+            drop_pages(view)
+
+    def _mapped(self, name: str) -> list[torch.Tensor]:
+        """Contiguous views of mapped files, in which the parameter lies."""
+        return []
 
     @abstractmethod
     def _read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """`read` for arguments that were checked."""
+
+    def _read_into(self, out: torch.Tensor, name: str, dim: int, start: int, stop: int) -> None:
+        """`read_into` for arguments that were checked."""
+        copy_cast(out, self._read(name, dim, start, stop))
+
+    def stored_type(self, name: str) -> str:
+        """GGML's name of the type that the parameter `name` is stored in: "F32", "BF16", "Q4_0", ..."""
+        return TYPE_NAMES[self.read(name, 0, 0, 0).dtype]
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
@@ -76,6 +114,47 @@ class Checkpoint(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+CAST_VALUES = 1 << 18
+"""Values cast at a time: 1 MiB of float32, which stays in a core's cache."""
+
+
+def copy_cast(out: torch.Tensor, source: torch.Tensor) -> None:
+    """`out.copy_(source)`; torch's own cast between the two 16-bit types takes several times longer than by float32."""
+    if {out.dtype, source.dtype} != {torch.float16, torch.bfloat16} or source.dim() == 0:
+        out.copy_(source)
+        return
+    step = max(1, CAST_VALUES * len(source) // max(1, source.numel()))
+    for row in range(0, len(source), step):
+        out[row : row + step].copy_(source[row : row + step].float())
+
+
+def drop_pages(view: torch.Tensor) -> None:
+    """Forget the pages of a mapped file that `view` covers wholly; they are read again where they are needed again.
+
+    They stay in the system's cache. Nothing may have been written to them.
+    """
+    if sys.platform != "linux" or not view.is_contiguous():
+        return
+    start = -(-view.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (view.data_ptr() + view.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < stop:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer at `path`: a SentencePiece model, a `tokenizer.json`, or a directory in Hugging Face's format.
+
+    Raises:
+        CheckpointError: There is no such file, or something else is in it.
+    """
+    if path.is_dir() or path.name == "tokenizer.json":
+        # imported here so that weights can be read without a tokenizer library
+        from model.tokenizer import tokenizer_from_directory
+
+        return tokenizer_from_directory(path if path.is_dir() else path.parent)
+    return load_sentencepiece(path)
 
 
 def load_sentencepiece(path: Path) -> Tokenizer:
@@ -122,11 +201,11 @@ def check_parameters(path: Path, config: ModelConfig, found: Mapping[str, Shape]
 
 def check_layers(path: Path, key: str, n_layers: int, names: Iterable[str]) -> None:
     """Check the number of layers against Meta's `names` before anything is made of its size."""
-    matches = (re.match(r"layers\.(\d+)\.", name) for name in names)
-    found = max((int(match[1]) + 1 for match in matches if match), default=0)
-    if n_layers != found:
+    matches = (re.match(r"layers\.(\d{1,9})\.", name) for name in names)
+    found = {int(match[1]) for match in matches if match}
+    if n_layers != len(found):
         raise CheckpointError(
-            f"checkpoint {path}: {key} is {n_layers}, but the files hold {found} layers; "
+            f"checkpoint {path}: {key} is {n_layers}, but the files hold {len(found)} layers; "
             "a part is missing, or the configuration belongs to another model"
         )
 

@@ -6,6 +6,7 @@ architecture "llama" the rows of wq and wk are in Meta's order (rotary pairs sid
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import re
 from collections.abc import Mapping
@@ -16,8 +17,9 @@ import numpy as np
 import torch
 
 from model.config import CheckpointError, ModelConfig
+from model.rope import frequencies, linear_factors
 
-from .base import Checkpoint, check_layers, check_parameters, describe_file, load_sentencepiece
+from .base import Checkpoint, check_layers, check_parameters, describe_file, load_tokenizer
 from .gguf_header import TensorInfo, read_header
 from .gguf_types import BLOCK_TYPES, decode_part
 
@@ -59,14 +61,18 @@ class GGUFCheckpoint(Checkpoint):
         header = read_header(path, self._data)
         self.metadata: dict[str, Any] = header.metadata
         """Every metadata key with its value as plain Python."""
-        self._tensors = {_meta_name(name): info for name, info in header.tensors.items() if not LEFT_OVER.search(name)}
+        self._tensors = _by_meta_name(path, header.tensors)
         rope_freqs = self._tensors.pop(ROPE_FREQS, None)
         config = _config(path, header.metadata, self._tensors)
         check_parameters(path, config, {name: info.shape for name, info in self._tensors.items()})
         _check_types(path, self._tensors)
-        super().__init__(path, config, tokenizer_path)
+        # only now is the head's size known to be that of the tensors, and not a broken number to make a list of
+        stretch = _stretch(_Keys(path, header.metadata))
+        if stretch != 1:
+            config = dataclasses.replace(config, rope_factors=linear_factors(config.head_dim, stretch))
         if rope_freqs is not None:
-            self._check_rope_freqs(rope_freqs)
+            config = _with_rope_freqs(path, config, rope_freqs, self._data)
+        super().__init__(path, config, tokenizer_path)
 
     def _read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         info = self._tensors[name]
@@ -78,6 +84,26 @@ class GGUFCheckpoint(Checkpoint):
             return decode_part(rows[start:stop], kind, 0, info.shape[1])
         return decode_part(rows, kind, start, stop)
 
+    def _read_into(self, out: torch.Tensor, name: str, dim: int, start: int, stop: int) -> None:
+        info = self._tensors[name]
+        rows, kind = self._rows(info), BLOCK_TYPES[info.kind]
+        if len(info.shape) == 1:
+            decode_part(rows, kind, start, stop, out[None])
+        elif dim == 0:
+            decode_part(rows[start:stop], kind, 0, info.shape[1], out)
+        else:
+            decode_part(rows, kind, start, stop, out)
+
+    def _mapped(self, name: str) -> list[torch.Tensor]:
+        return [self._rows(self._tensors[name])]
+
+    def stored_type(self, name: str) -> str:
+        return self._tensors[name].kind
+
+    def blocks(self, name: str) -> torch.Tensor:
+        """The parameter's bytes as they lie in the file, (rows, bytes of a row); a view of the mapped memory."""
+        return self._rows(self._tensors[name])
+
     def _rows(self, info: TensorInfo) -> torch.Tensor:
         """The tensor's bytes as they lie in the file, (rows, bytes of a row); a view of the mapped memory."""
         if self._data is None:
@@ -85,22 +111,9 @@ class GGUFCheckpoint(Checkpoint):
         raw = torch.frombuffer(self._data, dtype=torch.uint8, count=info.n_bytes, offset=info.offset)
         return raw.view(1 if len(info.shape) == 1 else info.shape[0], -1)
 
-    def _check_rope_freqs(self, info: TensorInfo) -> None:
-        """Accept factors of 1 and the plain frequencies; other factors (Llama 3.1) would change the result."""
-        half, theta = self.config.head_dim // 2, self.config.rope_theta
-        plain = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        if info.kind == "F32" and info.shape == (half,):
-            values = self._rows(info).view(torch.float32)[0].double()
-            if bool((values == 1).all()) or torch.allclose(values, plain, rtol=1e-2):
-                return
-        raise CheckpointError(
-            f"checkpoint {self.path}: {ROPE_FREQS} scales the rotary frequencies (as in Llama 3.1), "
-            "which isn't supported; use a model without rotary scaling"
-        )
-
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer_path is not None:
-            return load_sentencepiece(self._tokenizer_path)
+            return load_tokenizer(self._tokenizer_path)
         # imported here so that weights can be read without a tokenizer library
         from model.tokenizer import tokenizer_from_gguf
 
@@ -124,6 +137,45 @@ def _meta_name(name: str) -> str:
     if match and match[2] in LAYER_NAMES:
         return f"layers.{match[1]}.{LAYER_NAMES[match[2]]}.weight"
     return NAMES.get(name, name)
+
+
+def _by_meta_name(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        if LEFT_OVER.search(name):
+            continue
+        other = found.setdefault(_meta_name(name), info)
+        if other is not info:
+            raise CheckpointError(
+                f"checkpoint {path}: tensors {other.name!r} and {name!r} are the same parameter; the file is broken"
+            )
+    return found
+
+
+def _with_rope_freqs(path: Path, config: ModelConfig, info: TensorInfo, data: mmap.mmap) -> ModelConfig:
+    """The configuration with what `rope_freqs.weight` says: a divisor for each pair (Llama 3.1), or nothing new.
+
+    Raises:
+        CheckpointError: Its type, shape or values can't be divisors.
+    """
+    half = config.head_dim // 2
+    if info.kind != "F32" or info.shape != (half,):
+        raise CheckpointError(
+            f"checkpoint {path}: {ROPE_FREQS} has type {info.kind} and shape {info.shape}, expected F32 and ({half},): "
+            "a factor for each rotary pair of a head"
+        )
+    values = np.frombuffer(data, np.float32, half, info.offset).astype(np.float64)
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise CheckpointError(
+            f"checkpoint {path}: {ROPE_FREQS} holds {values.min()}..{values.max()}, expected finite numbers above 0; "
+            "the file is broken"
+        )
+    # some converters stored the plain frequencies themselves, which llama.cpp of that time ignored
+    plain = frequencies(config.head_dim, config.rope_theta).numpy()
+    if (values == 1).all() or (half > 1 and np.allclose(values, plain, rtol=1e-2, atol=0)):
+        return config
+    factors = values * (config.rope_factors or 1.0)
+    return dataclasses.replace(config, rope_factors=tuple(factors.tolist()))
 
 
 def _check_types(path: Path, tensors: Mapping[str, TensorInfo]) -> None:
@@ -183,13 +235,23 @@ def _check_plain_llama(keys: _Keys) -> None:
         keys.refuse("split.count", "a model in one file: join the parts with `llama-gguf-split --merge`")
     if keys.values.get("llama.expert_count", 0) != 0:
         keys.refuse("llama.expert_count", "a model without experts")
-    scaling = keys.values.get("llama.rope.scaling.type", "none")
-    if scaling != "none":
-        keys.refuse("llama.rope.scaling.type", "'none': rotary scaling isn't supported")
-    if "llama.rope.scaling.type" not in keys.values:
-        for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
-            if keys.number(key, 1.0) not in (0.0, 1.0):
-                keys.refuse(key, "1: rotary scaling isn't supported")
+
+
+def _stretch(keys: _Keys) -> float:
+    """The factor of linear rotary scaling, 1 where there is none. As in llama.cpp no type means linear, 0 means 1."""
+    kind = keys.values.get("llama.rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        keys.refuse("llama.rope.scaling.type", "'none' or 'linear': other kinds of rotary scaling aren't supported")
+    if keys.number("llama.rope.scaling.attn_factor", 1.0) != 1:
+        keys.refuse("llama.rope.scaling.attn_factor", "1: scaled attention isn't supported")
+    if kind == "none":
+        return 1.0
+    new, old = "llama.rope.scaling.factor", "llama.rope.scale_linear"
+    key = new if new in keys.values else old
+    factor = keys.number(key, 1.0)
+    if factor < 0:
+        keys.refuse(key, "a number above 0")
+    return factor or 1.0
 
 
 class _Keys:

@@ -7,9 +7,11 @@ that are left before anything is made of its size. Format: ggml's docs/gguf.md, 
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from .base import Shape, describe_file
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMS = 4
+MAX_NAME = 512
+"""Longest name of a tensor or metadata key, in characters; real ones have a tenth of that."""
 
 # format characters of `struct` and numpy
 SCALARS = {
@@ -85,7 +89,7 @@ def read_header(path: Path, data: mmap.mmap) -> Header:
     cursor.check_count(n_keys, SMALLEST_KEY, "metadata keys")
     metadata: dict[str, Any] = {}
     for _ in range(n_keys):
-        key = cursor.string("a metadata key")
+        key = cursor.name("a metadata key")
         if key in metadata:
             raise CheckpointError(f"checkpoint {path}: metadata key {key!r} is there twice; the file is broken")
         metadata[key] = cursor.value(key, cursor.unpack("I")[0])
@@ -107,6 +111,7 @@ def read_header(path: Path, data: mmap.mmap) -> Header:
                 "the file is broken"
             )
         tensors[name] = _locate(path, len(data), name, shape, number, base + offset)
+    _check_apart(path, tensors)
     return Header(metadata, tensors)
 
 
@@ -130,6 +135,17 @@ def _locate(path: Path, size: int, name: str, shape: Shape, number: int, offset:
             f"but the file has {size} bytes; fetch it again"
         )
     return TensorInfo(name, kind.name, shape, offset, n_bytes)
+
+
+def _check_apart(path: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse tensors that share bytes."""
+    in_order = sorted(tensors.values(), key=lambda info: info.offset)
+    for before, after in itertools.pairwise(info for info in in_order if info.n_bytes):
+        if after.offset < before.offset + before.n_bytes:
+            raise CheckpointError(
+                f"checkpoint {path}: tensor {after.name!r} begins at byte {after.offset}, inside {before.name!r} "
+                f"(up to byte {before.offset + before.n_bytes}); the file is broken, fetch it again"
+            )
 
 
 class _Cursor:
@@ -172,6 +188,16 @@ class _Cursor:
                 f"checkpoint {self.path}: {what} at byte {start} isn't UTF-8 ({error.reason}); the file is broken"
             ) from error
 
+    def name(self, what: str) -> str:
+        """A string that messages can show."""
+        value = self.string(what)
+        if len(value) > MAX_NAME or not value.isprintable():
+            raise CheckpointError(
+                f"checkpoint {self.path}: {what} is {value[:80]!r} ({len(value)} characters), expected at most "
+                f"{MAX_NAME}, all printable; the file is broken"
+            )
+        return value
+
     def value(self, key: str, number: int) -> Any:
         """The value of the metadata key `key`, of the type `number`."""
         kind = self._kind(key, number)
@@ -201,7 +227,7 @@ class _Cursor:
 
     def tensor(self) -> tuple[str, Shape, int, int]:
         """Name, shape, number of the type, and offset of the next tensor."""
-        name = self.string("a tensor's name")
+        name = self.name("a tensor's name")
         (n_dims,) = self.unpack("I")
         if not 1 <= n_dims <= MAX_DIMS:
             raise CheckpointError(

@@ -10,6 +10,8 @@ norms                        a copy in each
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import json
 import pickle
@@ -22,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from model.config import CheckpointError, ModelConfig
+from model.rope import llama3_factors
 
-from .base import Checkpoint, Shape, check_layers, check_parameters, describe_file, listing, load_sentencepiece
+from .base import Checkpoint, Shape, check_layers, check_parameters, copy_cast, describe_file, listing, load_tokenizer
 
 if TYPE_CHECKING:
     from model.tokenizer import Tokenizer
@@ -38,7 +41,11 @@ LEFT_OVER = re.compile(r"(^|\.)(rope\.freqs|rotary_emb\.inv_freq)$")
 
 USED_KEYS = frozenset(
     {"dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta", "max_seq_len"}
+    | {"use_scaled_rope", "rope_scaling_factor"}
 )
+FRACTIONS = ("norm_eps", "rope_theta", "rope_scaling_factor")
+SCALED_SEQ_LEN = 131072
+"""Context of Llama 3.1 and 3.2, whose `params.json` doesn't say it."""
 HARMLESS_KEYS = frozenset({"multiple_of", "ffn_dim_multiplier", "max_batch_size", "model_parallel_size"})
 """Known, and without effect here: w1's real shape says what the first two were for."""
 
@@ -58,33 +65,54 @@ class MetaCheckpoint(Checkpoint):
         _check_shard_count(path, files, shapes.get("layers.0.attention.wq.weight", ()), params["dim"])
         config = _config(path, params, shapes)
         check_parameters(path, config, shapes)
+        if params.get("use_scaled_rope"):  # only now is the head's size known to be that of the tensors
+            factor = float(params.get("rope_scaling_factor", 8))
+            factors = llama3_factors(config.head_dim, config.rope_theta, factor=factor)
+            config = dataclasses.replace(config, rope_factors=factors)
         super().__init__(path, config, tokenizer_path)
-        self._shards, self._dims = shards, dims
+        self._files, self._shards, self._dims = files, shards, dims
 
     def _read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        if not self._shards:
-            raise CheckpointError(f"checkpoint {self.path}: is closed, {name} can't be read any more")
-        split = self._dims[name]
-        parts = [shard[name] for shard in (self._shards if split is not None else self._shards[:1])]
         shape = list(self._shapes[name])
         shape[dim] = stop - start
-        out = torch.empty(shape, dtype=parts[0].dtype)
+        out = torch.empty(shape, dtype=self._mapped(name)[0].dtype)
+        self._read_into(out, name, dim, start, stop)
+        return out
+
+    def _read_into(self, out: torch.Tensor, name: str, dim: int, start: int, stop: int) -> None:
+        split = self._dims[name]
         offset = 0  # of the current part along the dimension that is split
-        for part in parts:
+        for part in self._mapped(name):
             size = part.shape[split or 0]
             if split == dim:
                 first, last = max(start, offset), min(stop, offset + size)
                 if first < last:
-                    out.narrow(dim, first - start, last - first).copy_(part.narrow(dim, first - offset, last - first))
+                    copy_cast(
+                        out.narrow(dim, first - start, last - first), part.narrow(dim, first - offset, last - first)
+                    )
             elif split is None:
-                out.copy_(part.narrow(dim, start, stop - start))
+                copy_cast(out, part.narrow(dim, start, stop - start))
             else:
-                out.narrow(split, offset, size).copy_(part.narrow(dim, start, stop - start))
+                copy_cast(out.narrow(split, offset, size), part.narrow(dim, start, stop - start))
             offset += size
-        return out
+
+    def _mapped(self, name: str) -> list[torch.Tensor]:
+        if not self._shards:
+            raise CheckpointError(f"checkpoint {self.path}: is closed, {name} can't be read any more")
+        return [shard[name] for shard in (self._shards if self._dims[name] is not None else self._shards[:1])]
+
+    def where(self, name: str) -> str:
+        """The first of the shards whose part holds NaN or infinite numbers, else the directory."""
+        parts = zip(self._files, self._mapped(name), strict=False)
+        return str(next((file for file, part in parts if not bool(part.isfinite().all())), self.path))
 
     def tokenizer(self) -> Tokenizer:
-        return load_sentencepiece(self._tokenizer_path or self.path / "tokenizer.model")
+        return load_tokenizer(self._tokenizer_path or self._own_tokenizer())
+
+    def _own_tokenizer(self) -> Path:
+        """`tokenizer.model`, as Meta has it; the directory, where a tokenizer in Hugging Face's form lies in it."""
+        theirs = ("tokenizer.json", "tokenizer_config.json")
+        return self.path if any((self.path / name).exists() for name in theirs) else self.path / "tokenizer.model"
 
     def close(self) -> None:
         self._shards = []
@@ -120,12 +148,7 @@ def _load_shard(file: Path) -> Shard:
     try:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a broken pickle raises nearly anything
-        reason = str(error).partition("\n")[0]
-        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(file):
-            message = f"holds other things than tensors, save the plain state dict ({reason})"
-        else:
-            message = f"can't be read as a PyTorch file: {describe_file(file)} ({reason})"
-        raise CheckpointError(f"checkpoint {file}: {message}") from error
+        raise CheckpointError(f"checkpoint {file}: {_why_not_loaded(file, error)}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"checkpoint {file}: holds a {type(state).__name__}, expected a state dict")
     shard = {}
@@ -141,8 +164,36 @@ def _load_shard(file: Path) -> Shard:
             raise CheckpointError(
                 f"checkpoint {file}: {name} has type {value.dtype}, expected bfloat16, float16 or float32"
             )
+        # a pickle can announce any shape, over one value repeated or over none
+        n_bytes = value.numel() * value.element_size()
+        plain = value.device.type == "cpu" and value.layout == torch.strided
+        if not plain or value.untyped_storage().nbytes() < n_bytes:
+            raise CheckpointError(
+                f"checkpoint {file}: {name} of shape {tuple(value.shape)} needs {n_bytes} bytes, but the file doesn't "
+                "hold them; it is broken, or no plain tensor"
+            )
         shard[name] = value.detach()
     return shard
+
+
+def _why_not_loaded(file: Path, error: Exception) -> str:
+    """What is wrong with a file that torch refused. Its own advice, to load without `weights_only`, is left out."""
+    reason = str(error).partition("\n")[0]
+    with file.open("rb") as stream:
+        head = stream.read(2)
+    if zipfile.is_zipfile(file) and isinstance(error, pickle.UnpicklingError):
+        names: list[str] = []
+        with contextlib.suppress(Exception):  # of a broken pickle again
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        found = ", ".join(sorted(names)[:4])[:200]
+        what = f" ({found}), which could run code; nothing of it was loaded" if found else ", or is broken"
+        return f"holds other things than tensors{what}: fetch the original, or save the plain state dict"
+    if head[:1] == b"\x80" and head[1:] <= b"\x05":
+        return (
+            "is a bare pickle, as PyTorch saved before version 1.6, which isn't read: fetch the original, or save the "
+            "plain state dict with a newer torch.save"
+        )
+    return f"can't be read as a PyTorch file: {describe_file(file)} ({reason})"
 
 
 def _check_same_names(files: list[Path], shards: list[Shard]) -> None:
@@ -209,8 +260,7 @@ def _read_params(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {file}: isn't JSON ({error}); {describe_file(file)}") from error
     if not isinstance(params, dict):
         raise CheckpointError(f"checkpoint {file}: holds {params!r}, expected a JSON object")
-    # what only announces scaled rotary frequencies is harmless where it says no
-    params = {k: v for k, v in params.items() if v is not None and not (k == "use_scaled_rope" and v is False)}
+    params = {k: v for k, v in params.items() if v is not None}
     for key, value in params.items():
         if key not in USED_KEYS | HARMLESS_KEYS:
             raise CheckpointError(
@@ -218,14 +268,22 @@ def _read_params(file: Path) -> dict[str, Any]:
                 "only plain Llama models are served (take the key out if it has no effect)"
             )
         if key in USED_KEYS:
-            whole = key not in ("norm_eps", "rope_theta")
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-                kind = "an integer" if whole else "a number"
-                raise CheckpointError(f"checkpoint {file}: {key} is {value!r}, expected {kind}")
+            _check_kind(file, key, value)
     for key in ("dim", "n_layers", "n_heads"):
         if params.get(key, 0) < 1:
             raise CheckpointError(f"checkpoint {file}: {key} is {params.get(key, 'missing')}, expected at least 1")
     return params
+
+
+def _check_kind(file: Path, key: str, value: Any) -> None:
+    if key == "use_scaled_rope":
+        kind, right = "true or false", isinstance(value, bool)
+    elif key in FRACTIONS:
+        kind, right = "a number", isinstance(value, (int, float)) and not isinstance(value, bool)
+    else:
+        kind, right = "an integer", isinstance(value, int) and not isinstance(value, bool)
+    if not right:
+        raise CheckpointError(f"checkpoint {file}: {key} is {value!r}, expected {kind}")
 
 
 def _config(path: Path, params: Mapping[str, Any], shapes: Mapping[str, Shape]) -> ModelConfig:
@@ -241,6 +299,7 @@ def _config(path: Path, params: Mapping[str, Any], shapes: Mapping[str, Shape]) 
             f"checkpoint {path / 'params.json'}: dim {params['dim']} is not a multiple of n_heads {params['n_heads']}"
         )
     vocab_size = params.get("vocab_size", -1)
+    context = SCALED_SEQ_LEN if params.get("use_scaled_rope") else 4096
     return ModelConfig(
         dim=params["dim"],
         n_layers=params["n_layers"],
@@ -249,7 +308,7 @@ def _config(path: Path, params: Mapping[str, Any], shapes: Mapping[str, Shape]) 
         head_dim=params["dim"] // params["n_heads"],
         hidden_dim=rows["layers.0.feed_forward.w1.weight"],
         vocab_size=rows[EMBEDDING] if vocab_size == -1 else vocab_size,
-        max_seq_len=params.get("max_seq_len", 4096),
+        max_seq_len=params.get("max_seq_len", context),
         norm_eps=float(params.get("norm_eps", 1e-5)),
         rope_theta=float(params.get("rope_theta", 10000.0)),
         tied_output=OUTPUT not in shapes,

@@ -48,7 +48,7 @@ typedef struct {
     _Atomic uint32_t closed;
 } rank_line;
 
-typedef struct {
+typedef struct communicator {
     rank_line *lines;
     unsigned char *slots;
     size_t slot_bytes;

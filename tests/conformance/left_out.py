@@ -4,8 +4,6 @@ from __future__ import annotations
 
 LEFT_OUT = {
     "B031": "KServe's probes have no counterpart here; docs/operations.md says what to do about the authorization",
-    "B121": "Hugging Face's safetensors are not read in this version; the refusal names the format and what to use",
-    "B122": "Hugging Face's safetensors are not read in this version; a Meta or GGUF file without it is tied",
     "B151": "needs several GPUs; deviceIds is the frontend's own key",
     "B157": "Windows: not supported, WSL is Linux",
     "B292": "no quantized weights in this version; asking for them is refused by name",

@@ -162,10 +162,8 @@ def test_deadline_ends_with_what_there_is(model: Llama) -> None:
 def test_not_finite_fails_alone_and_leaves_no_trace(model: Llama) -> None:
     """B005: NaN in one request's cache reaches neither its neighbors nor the next owner of its blocks."""
     config = tiny_config()
-    weights = random_weights(config)
-    weights["tok_embeddings.weight"] = weights["tok_embeddings.weight"].clone()
-    weights["tok_embeddings.weight"][300] = math.nan
-    poisoned = make_model(config, weights)
+    poisoned = make_model(config, random_weights(config))
+    poisoned.tok_embeddings[300] = math.nan
     engine = make_engine(poisoned, kv_cache_tokens=96)
     engine.submit(Request("good", [5, 6, 7], SamplingParams(**GREEDY)))
     engine.submit(Request("bad", [5, 300, 7], SamplingParams(**GREEDY)))

@@ -85,6 +85,12 @@ class Weights:
         whole = self.weights[name]
         return whole if stop is None else whole.narrow(dim, start, stop - start).contiguous()
 
+    def read_into(self, out: torch.Tensor, name: str, *part: int) -> None:
+        out.copy_(self.read(name, *part))
+
+    def where(self, name: str) -> str:
+        return "memory"
+
 
 def make_model(
     config: ModelConfig,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.config import CheckpointError, parameter_shapes
+from model.rope import llama3_factors
 from tests.model.tiny import random_weights, save_meta, tiny_config
 from tests.report import report
 
@@ -130,6 +131,17 @@ class TestConfiguration:
         save_meta(tmp_path, config, random_weights(config), params={**params, "rope_theta": 1000000})
         assert open_checkpoint(tmp_path).config == config
 
+    @pytest.mark.parametrize(("params", "factor"), [({}, 8), ({"rope_scaling_factor": 32}, 32)])
+    def test_scaled_rope(self, tmp_path: Path, params: dict[str, Any], factor: float) -> None:
+        """Llama 3.1 and 3.2: the factors, and a context that the file doesn't name."""
+        config = tiny_config(rope_theta=500000.0)
+        given = {"use_scaled_rope": True, "max_seq_len": None, **params}
+        found = open_checkpoint(save_meta(tmp_path, config, random_weights(config), params=given)).config
+        assert found.rope_factors == llama3_factors(config.head_dim, config.rope_theta, factor=factor)
+        assert found.rope_factors is not None
+        assert (found.rope_factors[0], found.rope_factors[-1]) == (1, factor)
+        assert found.max_seq_len == 131072
+
     def test_tied_output(self, tmp_path: Path) -> None:
         """B123: without output.weight the embedding is the output matrix."""
         config = tiny_config(tied_output=True)
@@ -146,7 +158,10 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         ("params", "message"),
         [
-            ({"use_scaled_rope": True}, "use_scaled_rope = True isn't known"),
+            ({"use_scaled_rope": "yes"}, "use_scaled_rope is 'yes', expected true or false"),
+            ({"use_scaled_rope": 1}, "use_scaled_rope is 1, expected true or false"),
+            ({"use_scaled_rope": True, "rope_scaling_factor": 0}, "rope scaling: factor is 0"),
+            ({"rope_scaling_factor": "8"}, "rope_scaling_factor is '8', expected a number"),
             ({"quantization_args": {"bits": 8}}, "quantization_args"),
             ({"n_layers": 3}, "n_layers in params.json is 3, but the files hold 2 layers"),
             ({"n_layers": 10**12}, "n_layers"),
@@ -302,13 +317,6 @@ class TestDetection:
         save_meta(tmp_path, CONFIG, WEIGHTS)
         with pytest.raises(CheckpointError, match=f"give its directory instead: {tmp_path}"):
             open_checkpoint(tmp_path / "consolidated.00.pth")
-
-    @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
-    def test_hugging_face_is_not_read_yet(self, tmp_path: Path, name: str) -> None:
-        (tmp_path / name).write_bytes(b"")
-        for path in (tmp_path, tmp_path / name):
-            with pytest.raises(CheckpointError, match=r"Hugging Face format .* isn't read yet"):
-                open_checkpoint(path)
 
 
 class TestTokenizer:

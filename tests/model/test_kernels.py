@@ -18,9 +18,11 @@ from model import kernels as kernels_module
 from model import native_build
 from model.kernels import NativeKernels, TorchKernels, choose_kernels
 from model.kv_cache import BLOCK_TOKENS, DecodeGroup
-from model.llama import rotary_table
 from model.native_build import NativeBuildError
+from model.rope import rotary_table
 from tests.report import report
+
+from .tiny import tiny_config
 
 CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -211,7 +213,7 @@ def test_decode_keeps_what_is_not_finite_to_its_row(
 def test_rotate_and_store(native: NativeKernels, heads: int, kv: int, dim: int, dtype: torch.dtype) -> None:
     rows = 5
     qkv = randn(rows, heads + 2 * kv, dim, dtype=dtype)
-    rotary = rotary_table(dim, 64, 10000.0, CPU)
+    rotary = rotary_table(tiny_config(head_dim=dim), 64, CPU)
     positions, slots = torch.tensor([0, 63, 7, 7, 1]), torch.tensor([18, 2, 30, 5, 16])
     found, exact = (torch.full((2, 32, kv, dim), 7.0).to(t) for t in (dtype, F32))
     q = native.rotate_and_store(qkv.clone(), heads, rotary, positions, slots, *found)

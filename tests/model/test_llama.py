@@ -84,6 +84,18 @@ def test_ranks_agree(heads: int, kv_heads: int, ranks: int) -> None:
     torch.testing.assert_close(shared[0], alone, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (9, 3), (12, 4), (8, 1)])
+def test_eight_ranks(heads: int, kv_heads: int) -> None:
+    """Up to a rank for each head, key/value heads on several of them, sizes that don't divide."""
+    config = tiny_config(n_heads=heads, n_kv_heads=kv_heads, vocab_size=389, hidden_dim=100, head_dim=8)
+    weights = random_weights(config)
+    ids = list(range(1, 200, 9))
+    alone = all_logits(make_model(config, weights), ids)
+    for ranks in (5, 8):
+        shared = on_ranks(ranks, lambda comm: all_logits(make_model(config, weights, comm), ids))
+        torch.testing.assert_close(shared[0], alone, atol=1e-4, rtol=0)
+
+
 def test_generation_on_ranks_equals_one() -> None:
     config = tiny_config(n_heads=9, n_kv_heads=3)
     weights = random_weights(config)

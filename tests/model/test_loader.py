@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +22,25 @@ from model.config import CheckpointError, ModelConfig, parameter_shapes
 from model.llama import Llama
 from model.loader import load_model, load_weights, resolve_device, resolve_dtype
 from model.parallel import part_of, plan_shards
+from model.tokenizer import BPETokenizer
+from scripts.make_synthetic_checkpoint import make
 from tests.model.ranks import ThreadCommunicator, Weights
-from tests.model.tiny import TINY_VOCAB, random_weights, save_meta, tiny_config, train_sentencepiece
+from tests.model.tiny import (
+    TINY_VOCAB,
+    random_weights,
+    save_gguf,
+    save_huggingface,
+    save_meta,
+    sentencepiece_fields,
+    tiny_config,
+    train_sentencepiece,
+)
+from tests.model.tiny_tokenizers import byte_level_document
+from tests.model.tiny_tokenizers import save as save_tokenizer
 from tests.report import report
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +146,31 @@ def test_loads_outside_torchrun(checkpoint: Path) -> None:
     assert seen == [(i + 1, total) for i in range(total)]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_only_on_a_terminal(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of several ranks one shows it; who brings a progress of their own sees no bar."""
+    load_model(checkpoint, device="cpu", dtype="float32")
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setenv("TERM", "xterm")
+    for shown, arguments in ((True, {}), (False, {"progress": lambda done, total: None})):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        load_model(checkpoint, device="cpu", dtype="float32", **arguments)
+        assert ("loading" in terminal.getvalue()) == shown
+    assert capfd.readouterr().out == ""
+    second = ThreadCommunicator(1, threading.Barrier(2), [None, None])
+    monkeypatch.setattr(second, "barrier", lambda: None)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    load_model(checkpoint, device="cpu", dtype="float32", comm=second)
+    assert terminal.getvalue() == ""
+
+
 def test_shorter_context(checkpoint: Path) -> None:
     model, _ = load_model(checkpoint, device="cpu", dtype="float32", max_seq_len=32)
     assert model.max_seq_len == len(model.rotary) == 32
@@ -152,7 +197,7 @@ def test_smaller_tokenizer_is_fine(checkpoint: Path, tmp_path: Path) -> None:
         ({"dtype": "half"}, "dtype is 'half'", "before"),
         ({"max_seq_len": 0}, "max_seq_len is 0, expected at least 1", "opened and closed"),
         ({"device": "tpu"}, "device is 'tpu'", "before"),
-        ({"quantization": "int8"}, "quantization is 'int8'", "before"),
+        ({"quantization": "int3"}, "quantization is 'int3', expected none, int8, int4", "before"),
     ],
 )
 def test_bad_arguments(
@@ -182,6 +227,62 @@ def test_weights_are_loaded_once(checkpoint: Path) -> None:
     model.layers[0].attention.wo.weight = None  # as packing leaves it
     with pytest.raises(RuntimeError, match="loaded once"):
         load_weights(model, Weights(random_weights(model.config)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["tok_embeddings.weight", "layers.1.attention.wk.weight", "norm.weight"])
+def test_broken_numbers(tmp_path: Path, name: str, value: float) -> None:
+    """NaN and infinite weights in any format: tensor and file are named."""
+    config = tiny_config(n_heads=8, n_kv_heads=2)
+    weights = random_weights(config)
+    weights[name].view(-1)[-1] = value
+    save_meta(tmp_path / "meta", config, weights, shards=2, tokenizer=True)
+    fields = sentencepiece_fields(tmp_path / "meta/tokenizer.model")
+    save_gguf(tmp_path / "model.gguf", config, weights, "F16", fields=fields)
+    shutil.copy(tmp_path / "meta/tokenizer.model", save_huggingface(tmp_path / "hf", config, weights))
+    shard = "consolidated.00.pth" if name == "norm.weight" else "consolidated.01.pth"
+    files = {"meta": f"meta/{shard}", "hf": "hf/model.safetensors", "model.gguf": "model.gguf"}
+    for path, file in files.items():
+        for dtype in ("float32", "bfloat16"):
+            with pytest.raises(CheckpointError, match=rf"{file}: {name} holds NaN or infinite numbers"):
+                load_model(tmp_path / path, device="cpu", dtype=dtype)
+
+
+def test_tokenizer_in_hugging_faces_form(tmp_path: Path) -> None:
+    """Meta's Llama 3 comes with a tiktoken vocabulary: its tokenizer.json is named, by its directory, or lies there."""
+    config = tiny_config(vocab_size=1024)
+    directory = save_meta(tmp_path / "model", config, random_weights(config))
+    (directory / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: a tiktoken vocabulary .* tokenizer\.json"):
+        load_model(directory, device="cpu", dtype="float32")
+    elsewhere = tmp_path / "tokenizer"
+    for place, given in ((elsewhere, elsewhere), (elsewhere, elsewhere / "tokenizer.json"), (directory, None)):
+        save_tokenizer(place, byte_level_document("llama3"))
+        model, tokenizer = load_model(directory, device="cpu", dtype="float32", tokenizer_path=given)
+        assert isinstance(tokenizer, BPETokenizer)
+        assert model.config.stop_ids == tokenizer.stop_ids
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("to", ["meta", "huggingface", "gguf"])
+def test_peak_memory(tmp_path: Path, to: str) -> None:
+    """What loading takes beside the weights themselves is a tensor or two: not the file, not a second copy."""
+    config = ModelConfig(512, 16, 8, 4, 64, 2048, 8192)
+    target = tmp_path / ("model.gguf" if to == "gguf" else "model")
+    make(target, config, to, "F16")
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.load_benchmark", str(target)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    largest = config.vocab_size * config.dim * 4 / 2**20
+    libraries = 24  # what they keep for themselves, whatever the model's size
+    assert found["peak_mb"][0] < 1.2 * found["needed_mb"][0] + largest + libraries
+    assert found["needed_mb"][0] > 120
 
 
 # --- a rank's part

@@ -332,6 +332,16 @@ class TestGGUFBPE:
             ({"pre": None}, "pre is missing"),
             ({"merges": None}, "merges is missing"),
             ({"merges": ["no such"]}, "merges"),
+            ({"merges": [1]}, r"merges\[0\] is 1, expected a text"),
+            ({"tokens": [1, 2, 3]}, r"tokens\[0\] is 1, expected a text"),
+            ({"tokens": ["\ud800"], "token_type": None}, "tokens: .* is no valid Unicode text"),
+            ({"tokens": ["a", "b", "c", "d", "d"], "token_type": [1] * 5}, "'d' is there twice"),
+            ({"token_type": ["1"] * 500}, r"token_type\[0\] is '1', expected an integer"),
+            ({"token_type": [9] * 500}, r"token_type\[0\] is 9, known are 1 to 6"),
+            ({"eos_token_id": "2"}, "eos_token_id is '2'"),
+            ({"eos_token_id": [2]}, r"eos_token_id is \[2\]"),
+            ({"eos_token_id": -5}, "eos_token_id is -5"),
+            ({"chat_template": 1}, "chat_template is 1, expected a text"),
         ],
     )
     def test_bad_metadata(self, changes: dict[str, Any], message: str) -> None:

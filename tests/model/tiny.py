@@ -1,4 +1,4 @@
-"""Tiny random models as files on disk: Meta directories with any number of shards, GGUF files, SentencePiece models.
+"""Tiny random models as files on disk: Meta and Hugging Face directories, GGUF files, SentencePiece models.
 
 Everything is made when a test asks for it, from a seed; nothing here needs the network.
 """
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
+import safetensors.torch
 import sentencepiece
 import torch
 
@@ -34,7 +36,36 @@ GGUF_LAYER_NAMES = {
     "feed_forward.w2": "ffn_down",
     "feed_forward.w3": "ffn_up",
 }
+HUGGINGFACE_LAYER_NAMES = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+HUGGINGFACE_NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 GGUF_NAMES = {"tok_embeddings.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
+GGUF_BLOCK_SCALES = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+"""At which bytes of a block its float16 scales lie, by GGML's name of the type."""
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -110,6 +141,73 @@ def save_meta(
     return directory
 
 
+def huggingface_name(name: str) -> str:
+    """Hugging Face's name of a parameter that has Meta's name `name`."""
+    if not name.startswith("layers."):
+        return HUGGINGFACE_NAMES[name]
+    _, layer, rest = name.split(".", 2)
+    return f"model.layers.{layer}.{HUGGINGFACE_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def huggingface_tensors(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights by Hugging Face's names, in its order of the rows."""
+    tensors = {}
+    for name, weight in weights.items():
+        if name.endswith(("wq.weight", "wk.weight")):
+            heads = weight.split(config.head_dim)
+            weight = torch.cat([half for head in heads for half in (head[0::2], head[1::2])])
+        tensors[huggingface_name(name)] = weight.contiguous()
+    return tensors
+
+
+def save_huggingface(
+    directory: Path,
+    config: ModelConfig,
+    weights: Mapping[str, torch.Tensor],
+    files: int = 1,
+    *,
+    values: Mapping[str, Any] | None = None,
+    extra: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
+    """Write a Hugging Face directory (one file, or several with an index) and return it.
+
+    Args:
+        values: Merged into `config.json`; a value of None takes its key out.
+        extra: More tensors, under Hugging Face's own names; they lie in the last file.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {**huggingface_tensors(config, weights), **(extra or {})}
+    names = list(tensors)
+    where: dict[str, str] = {}
+    for i in range(files):
+        part = names[len(names) * i // files : len(names) * (i + 1) // files]
+        file = "model.safetensors" if files == 1 else f"model-{i + 1:05d}-of-{files:05d}.safetensors"
+        safetensors.torch.save_file({name: tensors[name] for name in part}, directory / file, {"format": "pt"})
+        where |= dict.fromkeys(part, file)
+    if files > 1:
+        index = {"metadata": {}, "weight_map": where}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    merged = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.hidden_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied_output,
+        **(values or {}),
+    }
+    text = json.dumps({key: value for key, value in merged.items() if value is not None})
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    return directory
+
+
 def gguf_name(name: str) -> str:
     """GGUF's name of a parameter that has Meta's name `name`."""
     if not name.startswith("layers."):
@@ -169,6 +267,7 @@ def save_gguf(
 
     Args:
         types: GGML type of the matrices, or one by Meta's name (F32 where there is none); vectors are always F32.
+            Those ending in _K, which the `gguf` package can't make, hold random numbers in place of the weights.
         fields: Metadata put over the configuration's own, the tokenizer's included; None takes a key out.
         extra: Tensors in float32 under GGUF's own names (`rope_freqs.weight`, say).
     """
@@ -204,8 +303,23 @@ def _add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, weight: torch.Tensor, kind: str) -> None:
     ggml_type = gguf.GGMLQuantizationType[kind]
+    if kind.endswith("_K"):
+        writer.add_tensor(name, random_blocks(tuple(weight.shape), kind), raw_dtype=ggml_type)
+        return
     data = gguf.quants.quantize(weight.float().contiguous().numpy(), ggml_type)
     writer.add_tensor(name, data, raw_dtype=ggml_type)
+
+
+def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> np.ndarray:
+    """The bytes of a quantized tensor of (rows, columns) with any values, and scales that keep them below 2."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 256, (shape[0] * shape[1] // block, size), dtype=np.uint8)
+    largest = 2.0**-12 if kind.endswith("_K") else 2.0**-7
+    for place in GGUF_BLOCK_SCALES[kind]:
+        scales = rng.uniform(-largest, largest, (len(data), 1)).astype("<f2")
+        data[:, place : place + 2] = scales.view(np.uint8)
+    return data.reshape(shape[0], -1)
 
 
 def train_sentencepiece(path: Path, vocab_size: int = TINY_VOCAB) -> Path:

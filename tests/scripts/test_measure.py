@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from scripts.measure import Stream, median_rows, percentiles, summarize
+from scripts.measure import Stream, gather_numbers, median_rows, peak_rss_mb, percentiles, summarize
+from tests.model.ranks import on_ranks
+
+ROOT = Path(__file__).parents[2]
 
 
 def stream(start: float, *arrivals: tuple[float, int]) -> Stream:
@@ -78,3 +85,17 @@ def test_median_rows() -> None:
 def test_rounds_of_different_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
         median_rows([[{"streams": 1}, {"streams": 2}], [{"streams": 1}]])
+
+
+def test_numbers_of_every_rank() -> None:
+    rows = on_ranks(3, lambda comm: gather_numbers(comm, [comm.rank, 0.5]))
+    assert rows == [[[0, 0.5], [1, 0.5], [2, 0.5]], None, None]
+
+
+def test_peak_is_this_process_own() -> None:
+    """A child that holds little reports little, however much the process that started it holds."""
+    ballast = bytearray(b"x" * (300 << 20))
+    code = "from scripts.measure import peak_rss_mb; print(peak_rss_mb())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 10 < float(done.stdout) < peak_rss_mb()
+    assert peak_rss_mb() > len(ballast) / 2**20
