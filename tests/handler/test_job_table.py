@@ -103,7 +103,7 @@ def test_stream(desk: Desk) -> None:
     assert (first.part, first.content_type, first.status) == (Part.MORE, EVENTS, 200)
     assert events(first) == [{"index": 0, "delta": "Hel", "finish_reason": None}]
     desk.deliver("a", "lo")
-    assert desk.take_at(0.55, "a") is None
+    assert desk.take_at(0.54, "a") is None
     desk.deliver("a", " you")
     second = sent(desk.take_at(0.5 + INTERVAL, "a"))
     assert second.part is Part.MORE
@@ -114,6 +114,16 @@ def test_stream(desk: Desk) -> None:
     assert text_of(last).endswith(DONE)
     assert [event["finish_reason"] for event in events(last)] == ["stop"]
     assert len(desk.table) == 0
+
+
+def test_text_half_an_interval_old_goes_along_with_a_poll(desk: Desk) -> None:
+    """So streams that began apart are soon served by the same polls."""
+    desk.add("a", stream=True)
+    desk.deliver("a", "x")
+    assert desk.take_at(1, "a") is not None
+    desk.deliver("a", "y")
+    assert desk.take_at(1 + INTERVAL * 0.49, "a") is None
+    assert [event["delta"] for event in events(desk.take_at(1 + INTERVAL * 0.51, "a"))] == ["y"]
 
 
 def test_interval_of_zero_sends_each_token() -> None:
@@ -144,7 +154,7 @@ def test_silent_stream_gives_signs_of_life(desk: Desk) -> None:
     assert desk.take_at(2.9, "a") is None
     assert text_of(desk.take_at(3, "a")) == ": waiting\n\n"
     desk.deliver("a", "x")
-    assert desk.take_at(3.05, "a") is None
+    assert desk.take_at(3.04, "a") is None
     assert [event["delta"] for event in events(desk.take_at(3.1, "a"))] == ["x"]
     assert desk.take_at(4.05, "a") is None
     assert text_of(desk.take_at(4.1, "a")) == ": waiting\n\n"
