@@ -98,19 +98,29 @@ def follow(url: str, prompt: list[int], new_tokens: int, stream: Stream) -> None
         reply = connection.getresponse()
         if reply.status != 200:
             raise RuntimeError(f"status {reply.status}: {reply.read()[:500]!r}")
-        last = b""
-        for line in reply:
-            if line.startswith(b"data: {"):
-                stream.add(time.perf_counter(), 1)
-                last = line
+        events = [(time.perf_counter(), line) for line in reply if line.startswith(b"data: {")]
     finally:
         connection.close()
-    done = json.loads(last[len(b"data: ") :])["usage"]["completion_tokens"]
-    # The first event holds one token, as it is sent at once; later ones may hold several. Spread those evenly: only
-    # their rate over the whole answer counts.
-    share, more = divmod(done - 1, max(len(stream.arrivals) - 1, 1))
-    counts = [1] + [share + (i < more) for i in range(len(stream.arrivals) - 1)]
-    stream.arrivals = [(t, count) for (t, _), count in zip(stream.arrivals, counts, strict=True)]
+    for arrived, tokens in tokens_of([json.loads(line[len(b"data: ") :]) for _, line in events]):
+        stream.add(events[arrived][0], tokens)
+
+
+def tokens_of(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """(number of the event, tokens it brought). The first brings one, as it is sent at once.
+
+    Later events may hold several: of the tokens in all, which the last event tells, each gets a part as its part of the
+    text. To spread them evenly instead would credit too many to those that came while other prompts were read.
+    """
+    done = events[-1]["usage"]["completion_tokens"]
+    lengths = [len(event.get("delta") or "") for event in events[1:]]
+    total, seen, told = sum(lengths) or 1, 0, 0
+    tokens = [(0, 1)]
+    for i, length in enumerate(lengths, start=1):
+        seen += length
+        upto = round((done - 1) * seen / total)
+        tokens.append((i, upto - told))
+        told = upto
+    return tokens
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
