@@ -23,7 +23,7 @@ help: ## this list
 	@echo
 	@echo 'Variables: PORT=8080 (inference; management PORT+1, metrics PORT+2), RANKS=2,'
 	@echo '  CHECKPOINT= (file or folder; empty: the demo model), DTYPE=auto|float32|bfloat16|float16,'
-	@echo '  QUANTIZATION=none (no other yet), DEVICE=auto|cpu|cuda, ARGS= (more options for the script),'
+	@echo '  QUANTIZATION=none|int8|int4, DEVICE=auto|cpu|cuda, ARGS= (more options for the script),'
 	@echo '  PYTHON=python3 (makes .venv; remove .venv to change it)'
 
 venv: ## set up .venv (every other target does it first)
@@ -57,7 +57,7 @@ benchmark: venv ## measure the speed; writes build/benchmark.json
 	@mkdir -p build
 	@$(RUN) scripts.benchmark --json build/benchmark.json --ranks "$(RANKS)" \
 		$(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)") $(if $(DTYPE),--dtype "$(DTYPE)") \
-		$(if $(DEVICE),--device "$(DEVICE)") $(ARGS)
+		$(if $(QUANTIZATION),--quantization "$(QUANTIZATION)") $(if $(DEVICE),--device "$(DEVICE)") $(ARGS)
 
 lint: venv ## ruff and mypy
 	@$(RUN) ruff check .

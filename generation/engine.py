@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from model.memory import available_bytes
 from .meter import Meter
 from .sampling import Sampled, sample, token_logprobs
 from .scheduler import Scheduled, Scheduler, blocks_for
+from .speculation import PromptLookup
 from .types import FinishReason, Output, Request, Sequence, StepPlan, TokenLogprob
 
 
@@ -37,6 +39,8 @@ class EngineSettings:
     """Most prompt tokens in one step."""
     prefix_cache: bool = True
     """Whether sequences that begin alike share their cache."""
+    speculation: Literal["none", "prompt_lookup"] = "none"
+    """Whether a step may compute several tokens of an answer that repeats itself or its prompt."""
 
 
 @dataclass
@@ -57,6 +61,10 @@ class EngineStats:
     prefix_hit_tokens: int
     """Prompt tokens that were found in the cache."""
     generated_tokens: int
+    draft_tokens: int
+    """Proposed by speculation."""
+    accepted_draft_tokens: int
+    """Draft tokens that were right."""
 
 
 class Engine:
@@ -67,13 +75,14 @@ class Engine:
         self.settings = settings
         n_blocks = blocks_for(settings.kv_cache_tokens) + 1
         self.cache = KVCache(model.config, model.shard, n_blocks, model.dtype, model.device)
+        self.max_seq_len = min(model.max_seq_len, (n_blocks - 1) * BLOCK_TOKENS)
         self.scheduler = Scheduler(
             n_blocks,
             max_seqs=settings.max_seqs,
             prefill_chunk=settings.prefill_chunk,
             prefix_cache=settings.prefix_cache,
+            speculation=PromptLookup(self.max_seq_len) if settings.speculation == "prompt_lookup" else None,
         )
-        self.max_seq_len = min(model.max_seq_len, (n_blocks - 1) * BLOCK_TOKENS)
         self.steps = 0
         self.last_step: float | None = None
         self.finished: dict[str, int] = {}
@@ -132,6 +141,8 @@ class Engine:
             prompt_tokens=self.meter.prompt_tokens,
             prefix_hit_tokens=self.meter.prefix_hit_tokens,
             generated_tokens=self.meter.generated_tokens,
+            draft_tokens=self.meter.draft_tokens,
+            accepted_draft_tokens=self.meter.accepted_draft_tokens,
         )
 
     @property
@@ -207,17 +218,36 @@ class Engine:
     @torch.inference_mode()
     def _commit(self, scheduled: Scheduled, logits: torch.Tensor | None) -> list[Output]:
         """Record what the step computed, and the chosen tokens."""
-        for sequence, count in zip(scheduled.sequences, scheduled.plan.counts.tolist(), strict=True):
+        for sequence, count in zip(scheduled.sequences, scheduled.counts, strict=True):
             self.scheduler.computed(sequence, count)
         if logits is None:
             return []
         self._score_prompts(scheduled, logits)
+        self.meter.draft_tokens += scheduled.drafted
+        outputs = []
         last = [(row, s) for row, (s, position) in enumerate(scheduled.rows) if position == len(s.ids) - 1]
-        if not last:
-            return []
-        rows, sequences = zip(*last, strict=True)
-        sampled = sample(logits if len(rows) == len(logits) else logits[list(rows)], sequences)
-        return self._advance(sequences, sampled)
+        while last:
+            rows, sequences = zip(*last, strict=True)
+            sampled = sample(logits if len(rows) == len(logits) else logits[list(rows)], sequences)
+            outputs += self._advance(sequences, sampled)
+            last = self._accepted(scheduled, last) if scheduled.drafted else []
+        return outputs
+
+    def _accepted(self, scheduled: Scheduled, last: list[tuple[int, Sequence]]) -> list[tuple[int, Sequence]]:
+        """The rows after `last` whose draft token is the one that was just chosen, so that their logits count."""
+        plan, rows = scheduled.plan, []
+        for row, sequence in last:
+            after = row + 1
+            drafted = after < len(scheduled.rows) and scheduled.rows[after][0] is sequence
+            if (
+                drafted
+                and sequence.request.request_id in self._sequences
+                and plan.tokens[plan.logit_rows[after]] == sequence.ids[-1]
+            ):
+                self.scheduler.computed(sequence, 1)
+                rows.append((after, sequence))
+        self.meter.accepted_draft_tokens += len(rows)
+        return rows
 
     def _score_prompts(self, scheduled: Scheduled, logits: torch.Tensor) -> None:
         """Log probabilities of prompt tokens, where they are asked for."""

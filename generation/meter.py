@@ -39,6 +39,8 @@ class Meter:
         self.prefix_hit_tokens = 0
         self.generated_tokens = 0
         """Only those that are part of an answer, as in `Output.completion_tokens`."""
+        self.draft_tokens = 0
+        self.accepted_draft_tokens = 0
         self.durations: deque[tuple[Timing, float]] = deque(maxlen=MOST_UNREAD)
         self._records: dict[int, _Record] = {}
 

@@ -18,6 +18,7 @@ import numpy as np
 from model.kv_cache import BLOCK_TOKENS
 
 from .block_pool import BlockPool, extend_hashes
+from .speculation import PromptLookup
 from .types import Sequence, StepPlan
 
 BUSY_SHARE = 5
@@ -50,9 +51,14 @@ class Scheduled:
 
     plan: StepPlan
     sequences: list[Sequence]
-    """In the plan's order."""
+    """In the plan's order, each once."""
+    counts: list[int]
+    """How many of each one's known tokens are computed."""
     rows: list[tuple[Sequence, int]]
-    """For each logit row: the sequence, and the position of the token that the logits follow."""
+    """For each logit row: the sequence, and the position of the token that the logits follow. Those of a draft follow
+    the row of the last known token."""
+    drafted: int = 0
+    """Tokens of drafts, over all sequences."""
 
 
 def blocks_for(tokens: int) -> int:
@@ -62,11 +68,20 @@ def blocks_for(tokens: int) -> int:
 class Scheduler:
     """Waiting and running sequences and their cache blocks."""
 
-    def __init__(self, n_blocks: int, *, max_seqs: int, prefill_chunk: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        n_blocks: int,
+        *,
+        max_seqs: int,
+        prefill_chunk: int,
+        prefix_cache: bool = True,
+        speculation: PromptLookup | None = None,
+    ) -> None:
         self.pool = BlockPool(n_blocks)
         self.max_seqs = max_seqs
         self.prefill_chunk = prefill_chunk
         self.prefix_cache = prefix_cache
+        self.speculation = speculation
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -105,7 +120,22 @@ class Scheduler:
         chosen += self._admit(budget)
         chosen = [(s, n) for s, n in chosen if s in self.running]
         chosen.sort(key=lambda pair: pair[1] > 1)  # single tokens first: they are attended as one block of rows
-        return _scheduled(chosen)
+        return _scheduled(chosen, self._drafts(chosen))
+
+    def _drafts(self, chosen: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """For each chosen sequence the tokens proposed beyond its known ones, with blocks for them."""
+        if self.speculation is None:
+            return [[] for _ in chosen]
+        drafts = []
+        for sequence, count in chosen:
+            due = count == 1 and sequence.computed + 1 == len(sequence.ids)
+            draft = self.speculation.draft(sequence, len(chosen)) if due else []
+            if draft:
+                missing = blocks_for(len(sequence.ids) + len(draft)) - len(sequence.blocks)
+                sequence.blocks += self.pool.take(max(missing, 0)) or []  # nobody gives up blocks for a draft
+                draft = draft[: len(sequence.blocks) * BLOCK_TOKENS - len(sequence.ids)]
+            drafts.append(draft)
+        return drafts
 
     def _budget(self) -> int:
         """What the prompt tokens of the next step may cost, in costs of a first token."""
@@ -184,29 +214,33 @@ class Scheduler:
                 return False
 
 
-def _scheduled(chosen: list[tuple[Sequence, int]]) -> Scheduled:
-    """The plan for (sequence, how many of its next tokens) pairs."""
+def _scheduled(chosen: list[tuple[Sequence, int]], drafts: list[list[int]]) -> Scheduled:
+    """The plan for (sequence, how many of its next tokens) pairs, with a draft for each."""
     tokens: list[int] = []
     rows: list[tuple[Sequence, int]] = []
     logit_rows: list[int] = []
-    for sequence, count in chosen:
+    parts: list[tuple[Sequence, int, int]] = []  # the plan's sequences: whose, first position, tokens
+    for (sequence, count), draft in zip(chosen, drafts, strict=True):
         start, end = sequence.computed, sequence.computed + count
-        for position in _logit_positions(sequence, start, end):
+        for position in (*_logit_positions(sequence, start, end), *range(end, end + len(draft))):
             rows.append((sequence, position))
             logit_rows.append(len(tokens) + position - start)
-        tokens += sequence.ids[start:end]
+        tokens += sequence.ids[start:end] + draft
+        parts.append((sequence, start, count))
+        parts += [(sequence, end + i, 1) for i in range(len(draft))]
     width = max((len(s.blocks) for s, _ in chosen), default=0)
-    blocks = np.zeros((len(chosen), width), dtype=np.int32)
-    for row, (sequence, _) in zip(blocks, chosen, strict=True):
+    blocks = np.zeros((len(parts), width), dtype=np.int32)
+    for row, (sequence, _, _) in zip(blocks, parts, strict=True):
         row[: len(sequence.blocks)] = sequence.blocks
     plan = StepPlan(
         tokens=np.array(tokens, dtype=np.int32),
-        starts=np.array([s.computed for s, _ in chosen], dtype=np.int32),
-        counts=np.array([n for _, n in chosen], dtype=np.int32),
+        starts=np.array([start for _, start, _ in parts], dtype=np.int32),
+        counts=np.array([count for _, _, count in parts], dtype=np.int32),
         blocks=blocks,
         logit_rows=np.array(logit_rows, dtype=np.int32),
     )
-    return Scheduled(plan, [s for s, _ in chosen], rows)
+    sequences, counts = [s for s, _ in chosen], [n for _, n in chosen]
+    return Scheduled(plan, sequences, counts, rows, len(parts) - len(chosen))
 
 
 def _logit_positions(sequence: Sequence, start: int, end: int) -> Iterable[int]:

@@ -18,6 +18,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from .detokenizer import Detokenizer
+    from .speculation import Drafter
 
 Role = Literal["system", "user", "assistant"]
 FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
@@ -211,6 +212,8 @@ class Sequence:
     """Generated tokens whose text is not certain yet."""
     sent: int = 0
     """Outputs so far."""
+    drafter: Drafter | None = None
+    """Proposes tokens, see `speculation.py`; made when it is first asked."""
 
     @property
     def n_prompt(self) -> int:
@@ -229,6 +232,9 @@ class Sequence:
 @dataclass(frozen=True)
 class StepPlan:
     """One step of the model: for each of S sequences, the tokens to compute and where their cache lies.
+
+    The tokens of a draft stand there as sequences of one token each, which share their cache, in rising order: so the
+    model computes them just as it would in steps of their own.
 
     All arrays are int32. A plan with S = 0 is a heartbeat; `stop` ends the followers' loop.
     """

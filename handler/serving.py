@@ -17,6 +17,7 @@ from generation.engine_thread import EngineThread
 from generation.meter import Meter
 from generation.structured import Constraints
 from generation.types import Output, Request, SamplingParams
+from model.linear import QUANTIZATIONS
 from model.llama import Llama
 from model.loader import load_model
 from model.process import die_with_parent, own_cores
@@ -94,6 +95,7 @@ def _make_engine(model: Llama, settings: HandlerSettings) -> Engine:
             max_seqs=settings.max_seqs,
             prefill_chunk=settings.prefill_chunk,
             prefix_cache=settings.prefix_cache,
+            speculation=settings.speculation,
         ),
     )
 
@@ -109,11 +111,12 @@ def _log_ready(engine: Engine, name: str, seconds: float) -> None:
     model = engine.model
     if model.comm.rank == 0:
         logger.info(
-            "%s is ready after %.1f s: %s, %s, %d ranks over %s, context %d tokens, cache %d tokens",
+            "%s is ready after %.1f s: %s, %s, quantization %s, %d ranks over %s, context %d tokens, cache %d tokens",
             name,
             seconds,
             model.device,
             str(model.dtype).removeprefix("torch."),
+            model.kind if model.kind in QUANTIZATIONS else "none",
             model.comm.world_size,
             model.comm.kind,
             engine.max_seq_len,

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from .validation import limited, mistakes, shorten
 
@@ -55,12 +55,6 @@ def parse_bytes(value: Any) -> int:
     return size
 
 
-def _quantization(value: Any) -> Any:
-    if value in ("int8", "int4"):
-        raise ValueError(f" is {value!r}, which is not available in this version, expected 'none'")
-    return value
-
-
 def _count(default: int | None, low: int = 1) -> Any:
     return limited(default, low, what="an integer")
 
@@ -78,7 +72,8 @@ class HandlerSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="'auto', 'float32', 'bfloat16' or 'float16'"
     )
-    quantization: Annotated[Literal["none"], BeforeValidator(_quantization)] = Field("none", description="'none'")
+    quantization: Literal["none", "int8", "int4"] = Field("none", description="'none', 'int8' or 'int4'")
+    """What the matrices are kept and multiplied in; on a CPU only."""
     max_seq_len: int | None = _count(None, low=2)
     """Most tokens of prompt and answer together; the model's own limit where absent."""
     chat_format: Literal["auto", "llama2", "template"] = Field("auto", description="'auto', 'llama2' or 'template'")
@@ -90,6 +85,8 @@ class HandlerSettings(BaseModel):
     prefill_chunk: int = _count(512)
     """Most prompt tokens computed in one step."""
     prefix_cache: bool = Field(True, description=_BOOL)
+    speculation: Literal["prompt_lookup", "none"] = Field("prompt_lookup", description="'prompt_lookup' or 'none'")
+    """Whether answers that repeat themselves or the prompt are computed several tokens at a time, where that pays."""
     max_seqs: int = _count(256)
     """Most sequences in one step."""
     step_timeout: float = Field(120.0, gt=0, description=f"{_SECONDS} above 0")
@@ -146,6 +143,12 @@ def load_settings(model_yaml_config: dict[str, Any], model_dir: Path) -> Handler
                 )
     if fields.get("kv_cache_memory") is not None and fields.get("kv_cache_tokens") is not None:
         lines.append("handler.kv_cache_memory and handler.kv_cache_tokens are both given, expected one of them")
+    quantization, device = fields.get("quantization"), fields.get("device")
+    if quantization in ("int8", "int4") and isinstance(device, str) and device.startswith("cuda"):
+        lines.append(
+            f"handler.quantization is '{quantization}', expected 'none' with device '{device}': "
+            "quantized weights run on a CPU only"
+        )
     try:
         settings = HandlerSettings.model_validate(fields)
     except ValidationError as error:

@@ -31,7 +31,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _P, _I, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
-    "pack_bf16": (_P, _P, _I, _I),
+    "pack_bf16": (_P, _P, _I, _I, _N),
     "unpack_rows_bf16": (_P, _P, _P, _I, _I),
     "linear_bf16": (_P, _P, _P, _I, _I, _I, _N, _N),
     "pack_int": (_P, _P, _P, _P, _I, _I, _N, _N, _N),
@@ -102,7 +102,8 @@ class NativeWeight(Packed):
         weight = weight.contiguous()
         tiles = -(-self.out_features // _WIDE)
         self._packed = torch.empty(tiles * _WIDE * self.in_features, dtype=torch.bfloat16)
-        _native().pack_bf16(weight.data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features)
+        sizes = (self.out_features, self.in_features, torch.get_num_threads())
+        _native().pack_bf16(weight.data_ptr(), self._packed.data_ptr(), *sizes)
         self.parts = (self._packed.data_ptr(), None, None)
         """Addresses of codes, scales and offsets."""
         self._linear = _native().linear_bf16

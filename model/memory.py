@@ -103,42 +103,51 @@ def check_memory(
     available = available_bytes(device) if available is None else available
     per_token = max(kv_bytes_per_token(config, shard, dtype) for shard in shards)
     tokens = cache_tokens or (max(cache_memory // per_token, BLOCK_TOKENS) if cache_memory else BLOCK_TOKENS)
-    rotary = max_seq_len * config.head_dim // 2 * torch.complex64.itemsize
-    weights = sum(weights_bytes(config, shard, dtype, device, quantization) + rotary for shard in shards)
+    rotary = len(shards) * max_seq_len * config.head_dim // 2 * torch.complex64.itemsize
+    weights = sum(weights_bytes(config, shard, dtype, device, quantization) for shard in shards) + rotary
     cache = len(shards) * per_token * tokens
     if weights + cache <= available:
         return
-    quantized = quantization in QUANTIZATIONS
-    name = quantization if quantized else str(dtype).removeprefix("torch.")
+    name = quantization if quantization in QUANTIZATIONS else str(dtype).removeprefix("torch.")
+    room = (available - weights) // (len(shards) * per_token) // BLOCK_TOKENS * BLOCK_TOKENS
+    remedies = [f"a cache of at most {room} tokens (kv_cache_tokens)"] if room > 0 else []
+    remedies += _smaller_weights(config, shards, dtype, device, quantization, available - rotary - cache)
+    if room > 0:
+        remedies.append("more memory")
+    else:
+        remedies.append("a smaller model")
+        remedies.append("more ranks on more " + ("machines" if device.type == "cpu" else "GPUs (nproc-per-node)"))
     here = f"{len(shards)} of {ranks} ranks on this host" if device.type == "cpu" else f"1 of {ranks} ranks"
     raise CheckpointError(
         f"the model doesn't fit into the memory of {device}: {here} need {size(weights)} for weights in {name} and "
         f"{size(cache)} for a key/value cache of {tokens} tokens, together {size(weights + cache)}, but "
-        f"{size(available)} are available; what would fit: "
-        + _remedies(config, shards, device, available, weights, per_token, None if quantized else dtype)
+        f"{size(available)} are available; what would fit: " + ", ".join(remedies[:-1]) + ", or " + remedies[-1]
     )
 
 
-def _remedies(
+def _smaller_weights(
     config: ModelConfig,
     shards: Sequence[Shard],
+    dtype: torch.dtype,
     device: torch.device,
-    available: int,
-    weights: int,
-    per_token: int,
-    dtype: torch.dtype | None,
-) -> str:
-    """What would fit; `dtype` is None where weights are quantized already."""
-    room = (available - weights) // (len(shards) * per_token) // BLOCK_TOKENS * BLOCK_TOKENS
-    if room > 0:
-        return f"a cache of at most {room} tokens (kv_cache_tokens), or more memory"
+    quantization: str | None,
+    room: int,
+) -> list[str]:
+    """Types in which the weights would fit into `room` bytes: bfloat16, and the least of the quantizations."""
+
+    def bytes_in(kind: torch.dtype, quantized: str | None = None) -> int:
+        return sum(weights_bytes(config, shard, kind, device, quantized) for shard in shards)
+
     found = []
-    half = sum(weights_bytes(config, shard, torch.bfloat16, device) for shard in shards)
-    if dtype == torch.float32 and half < available:
-        found.append(f"dtype bfloat16 ({size(half)} for weights)")
-    found.append("a smaller model")
-    found.append("more ranks on more machines" if device.type == "cpu" else "more ranks on more GPUs (nproc-per-node)")
-    return ", ".join(found[:-1]) + ", or " + found[-1]
+    if dtype == torch.float32 and quantization not in QUANTIZATIONS and bytes_in(torch.bfloat16) <= room:
+        found.append(f"dtype bfloat16 ({size(bytes_in(torch.bfloat16))} for weights)")
+    try:
+        fitting = [name for name in QUANTIZATIONS if name != quantization and bytes_in(dtype, name) <= room]
+    except CheckpointError:  # they can't be had here
+        return found
+    if fitting:
+        found.append(f"quantization {fitting[0]} ({size(bytes_in(dtype, fitting[0]))} for weights)")
+    return found
 
 
 def size(count: int) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "native"
-SOURCES = ("collectives.c", "kernels.c", "layers.c", "linear.c", "prefill.c")
+SOURCES = ("collectives.c", "decode.c", "kernels.c", "layers.c", "linear.c", "prefill.c")
 HEADERS = ("half.h", "layers.h", "vectors.h")
 """Files in `model/native` that make up the library."""
 _FLAGS = ("-x", "c", "-std=c11", "-O3", "-ffp-contract=fast", "-fPIC", "-shared", "-fvisibility=default")

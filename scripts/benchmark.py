@@ -1,210 +1,292 @@
-"""How fast the engine and the server are, beside transformers in the same run.
+"""How fast the engine and the server are, beside other programs in the same run.
 
     python -m scripts.benchmark --streams 1 8 32 --json build/benchmark.json
+    python -m scripts.benchmark --measure engine vllm llama.cpp --quantization none int8 --ranks 2 1
 
 Each round measures every program once, one after the other, so that a machine that is slow for a while is slow
 for all; the figures are medians over the rounds. Prompts are random ids, answers greedy and of full length.
+The engine is measured with every number of ranks and every quantization that is named, the server with the first.
+A program that can't be installed or run is told and left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
+import itertools
 import json
+import math
+import os
 import platform
 import subprocess
 import sys
-import threading
 import time
-import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint import open_checkpoint
+from model.checkpoint.writing import FLOATS, QUANTIZED
+from model.config import parameter_shapes
 from model.process import usable_cores
 
-from .benchmark_worker import prompts
-from .measure import Stream, median_rows, summarize
-from .package_archive import ArchiveOptions
-from .run_dir import free_port
-from .server import MODEL, start, stop_run
+from .bandwidth import read_gb_s
+from .benchmark_engine import cases_of, prompts
+from .benchmark_peers import PEERS, PeerError, checkpoint_for, measure_peer, peer_python
+from .benchmark_server import RequestFailed, measure_server, options_for
+from .benchmark_worker import SIZES
+from .hardware import hardware, versions
+from .measure import median_rows, summarize
+from .performance_targets import BUSY
+from .run_dir import ServerError
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = ("engine", "server", "lookup", "transformers", *PEERS)
+Round = dict[str, list[dict[str, Any]]]
+"""What one round measured: rows by program; of the server's open loop and of the memory too."""
 
 
-def worker(what: str, args: argparse.Namespace) -> dict[str, Any]:
+class MeasureError(RuntimeError):
+    """A program can't be measured; the message says why."""
+
+
+def worker(what: str, args: argparse.Namespace, ranks: int = 1, quantization: str = "none") -> dict[str, Any]:
     """Run `scripts.benchmark_worker` and return what it measured."""
     command = [sys.executable, "-m"]
-    if what == "engine" and args.ranks > 1:
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), "-m"]
-    command += ["scripts.benchmark_worker", what, "--checkpoint", str(args.checkpoint)]
+    if ranks > 1:
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    command += ["scripts.benchmark_worker", what, "--checkpoint", str(args.checkpoint), "--quantization", quantization]
     command += ["--device", args.device, "--dtype", args.dtype, "--streams", *map(str, args.streams)]
-    command += ["--prompt-tokens", str(args.prompt_tokens), "--new-tokens", str(args.new_tokens)]
+    command += ["--contexts", *map(str, args.contexts), "--new-tokens", str(args.new_tokens)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"benchmark: measuring {what} failed with status {done.returncode}")
+        raise MeasureError(f"status {done.returncode}; what went wrong stands above")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
 
-def measure_server(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start a server, let all streams ask at once, stop it."""
-    options = ArchiveOptions(
-        checkpoint=Path(args.checkpoint),
-        ranks=args.ranks,
-        device=args.device,
-        handler={"dtype": args.dtype, "prefix_cache": False},
-    )
-    run, _ = start(free_port(), options)
-    try:
-        url = f"{run.url}/predictions/{MODEL}"
-        ask(url, prompts(1, args.prompt_tokens, 256), 4)
-        return [
-            summarize(ask(url, prompts(n, args.prompt_tokens, args.vocabulary), args.new_tokens), args.prompt_tokens)
-            for n in args.streams
-        ]
-    finally:
-        stop_run(run)
+class Benchmark:
+    """The rounds of one run. `failed` tells of each program that was left out why."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.cases = cases_of(args.streams, args.contexts)
+        self.rounds: list[Round] = []
+        self.failed: dict[str, str] = {}
+        self.facts: dict[str, Any] = {}
+        """Of the engine's first configuration: dtype, load_s, peak_rss_mb, weight_bytes, ..."""
+        self.busy = os.getloadavg()[0]
+        """Cores that others kept busy in the minute before; programs whose threads spin suffer most from them."""
+        self._measure: dict[str, Callable[[Round], None]] = {
+            "engine": self._engine,
+            "server": self._server,
+            "lookup": lambda found: found.update(
+                lookup=worker("lookup", args, args.ranks[0], args.quantization[0])["rows"]
+            ),
+            "transformers": lambda found: found.update(transformers=worker("transformers", args)["rows"]),
+            **{name: (lambda found, name=name: self._peer(name, found)) for name in PEERS},  # type: ignore[misc]
+        }
 
-def ask(url: str, asked: list[list[int]], new_tokens: int) -> list[Stream]:
-    """One streaming client for each prompt, all at once."""
-    start_at = time.perf_counter()
-    streams = [Stream(start_at) for _ in asked]
-    errors: list[Exception] = []
+    def run(self, after_round: Callable[[], None] = lambda: None) -> None:
+        if self.busy > BUSY * usable_cores():
+            print(f"benchmark: this machine isn't idle (load average {self.busy:.1f})", file=sys.stderr, flush=True)
+        for number in range(self.args.rounds):
+            found: Round = {"memory": [{"read_gb_s": read_gb_s()}]}
+            for name in self.args.measure:
+                if name in self.failed:
+                    continue
+                print(f"round {number + 1} of {self.args.rounds}: {name} ...", file=sys.stderr, flush=True)
+                try:
+                    self._measure[name](found)
+                except (MeasureError, PeerError, RequestFailed, ServerError, ValueError) as error:
+                    self._leave_out(name, str(error))
+            self.rounds.append(found)
+            after_round()
 
-    def client(stream: Stream, prompt: list[int]) -> None:
-        try:
-            follow(url, prompt, new_tokens, stream)
-        except Exception as error:
-            errors.append(error)
+    def _leave_out(self, name: str, why: str) -> None:
+        """A program that fails once is out of all rounds, or its median would be of fewer than the others'."""
+        print(f"benchmark: {name} is left out: {why}", file=sys.stderr, flush=True)
+        self.failed[name] = why
+        for found in self.rounds:
+            for key in (name, "open_loop") if name == "server" else (name,):
+                found.pop(key, None)
 
-    threads = [threading.Thread(target=client, args=pair) for pair in zip(streams, asked, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise SystemExit(f"benchmark: a request failed: {errors[0]}")
-    return streams
+    def _engine(self, found: Round) -> None:
+        rows = []
+        for ranks, quantization in itertools.product(self.args.ranks, self.args.quantization):
+            measured = worker("engine", self.args, ranks, quantization)
+            own = {"ranks": ranks, "quantization": quantization}
+            own |= {name: round(measured[name]) for name in (*SIZES, "peak_rss_mb")}
+            own["load_s"] = measured["load_s"]
+            rows += [row | own for row in measured.pop("rows")]
+            self.facts = self.facts or measured
+        found["engine"] = rows
 
+    def _server(self, found: Round) -> None:
+        args = self.args
+        options = options_for(args.checkpoint, args.ranks[0], args.device, args.dtype, args.quantization[0])
+        measured = measure_server(
+            options,
+            cases=self.cases,
+            new_tokens=args.new_tokens,
+            vocabulary=args.vocabulary,
+            rates=args.arrivals,
+            requests=args.requests,
+        )
+        own = {"ranks": args.ranks[0], "quantization": args.quantization[0], "ready_s": measured["ready_s"]}
+        found["server"] = [row | own for row in measured["rows"]]
+        found["open_loop"] = measured["open_loop"]
 
-def follow(url: str, prompt: list[int], new_tokens: int, stream: Stream) -> None:
-    """Read one stream to its end, with as little work as can be: the client runs on the server's cores."""
-    body = {"prompt": prompt, "max_gen_len": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    parts = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=600)
-    try:
-        connection.request("POST", parts.path, json.dumps(body), {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        if reply.status != 200:
-            raise RuntimeError(f"status {reply.status}: {reply.read()[:500]!r}")
-        events = [(time.perf_counter(), line) for line in reply if line.startswith(b"data: {")]
-    finally:
-        connection.close()
-    for arrived, tokens in tokens_of([json.loads(line[len(b"data: ") :]) for _, line in events]):
-        stream.add(events[arrived][0], tokens)
+    def _peer(self, name: str, found: Round) -> None:
+        args, peer = self.args, PEERS[name]
+        python = args.peer_python.get(name) or peer_python(name)
+        # vLLM takes weights in the type that it computes with
+        kind = args.llama_cpp_type if peer.checkpoint == "gguf" else self._compute_type()
+        job = {
+            "model": str(checkpoint_for(peer, args.checkpoint, ROOT / "build" / "benchmark", kind)),
+            "dtype": {"F32": "float32", "BF16": "bfloat16"}[self._compute_type()],
+            "threads": usable_cores(),
+            "new_tokens": args.new_tokens,
+            "cases": [prompts(n, length, args.vocabulary) for n, length in self.cases],
+            "kv_bytes": args.kv_bytes * max(n * (length + args.new_tokens + 16) for n, length in self.cases),
+        }
+        streams = measure_peer(name, python, job)
+        found[name] = [summarize(s, length) for s, (_, length) in zip(streams, self.cases, strict=True)]
 
+    def _compute_type(self) -> str:
+        return "F32" if (self.facts.get("dtype") or self.args.dtype) == "float32" else "BF16"
 
-def tokens_of(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """(number of the event, tokens it brought). The first brings one, as it is sent at once.
-
-    Later events may hold several: of the tokens in all, which the last event tells, each gets a part as its part of the
-    text. To spread them evenly instead would credit too many to those that came while other prompts were read.
-    """
-    done = events[-1]["usage"]["completion_tokens"]
-    lengths = [len(event.get("delta") or "") for event in events[1:]]
-    total, seen, told = sum(lengths) or 1, 0, 0
-    tokens = [(0, 1)]
-    for i, length in enumerate(lengths, start=1):
-        seen += length
-        upto = round((done - 1) * seen / total)
-        tokens.append((i, upto - told))
-        told = upto
-    return tokens
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All rounds."""
-    rounds: dict[str, list[list[dict[str, Any]]]] = {"engine": [], "server": [], "transformers": []}
-    engine: dict[str, Any] = {}
-    for number in range(args.rounds):
-        print(f"round {number + 1} of {args.rounds} ...", file=sys.stderr, flush=True)
-        if "engine" in args.measure:
-            engine = worker("engine", args)
-            rounds["engine"].append(engine["rows"])
-        if "server" in args.measure:
-            rounds["server"].append(measure_server(args))
-        if "transformers" in args.measure:
-            rounds["transformers"].append(worker("transformers", args)["rows"])
-    medians = {name: median_rows(rows) if rows else [] for name, rows in rounds.items()}
-    return {
-        "model": Path(args.checkpoint).name,
-        "dtype": engine.get("dtype", args.dtype),
-        "quantization": "none",
-        "ranks": args.ranks,
-        "machine": f"{platform.machine()}, {usable_cores()} cores, Python {platform.python_version()}",
-        "engine": medians["engine"],
-        "server": medians["server"],
-        "peers": {"transformers": medians["transformers"]},
-        "load_s": engine.get("load_s"),
-        "peak_rss_mb": engine.get("peak_rss_mb"),
-    }
+    def result(self) -> dict[str, Any]:
+        """All that is written down, in the order of the documentation; medians, and each round beside them."""
+        args = self.args
+        medians = {name: median_rows([found[name] for found in self.rounds]) for name in self.rounds[0]}
+        for i, row in enumerate(medians.get("open_loop", [])):
+            # a request that failed counts, however rarely it does
+            row |= {key: sum(found["open_loop"][i][key] for found in self.rounds) for key in ("requests", "failed")}
+        return {
+            "title": args.title,
+            "model": args.checkpoint.name,
+            "dtype": self.facts.get("dtype", args.dtype),
+            "quantization": args.quantization[0],
+            "ranks": args.ranks[0],
+            "machine": f"{platform.machine()}, {usable_cores()} cores, Python {platform.python_version()}",
+            "engine": medians.get("engine", []),
+            "server": medians.get("server", []),
+            "peers": {name: medians.get(name, []) for name in ("transformers", *PEERS)},
+            "load_s": self.facts.get("load_s"),
+            "peak_rss_mb": self.facts.get("peak_rss_mb"),
+            "open_loop": medians.get("open_loop", []),
+            "ready_s": next((row["ready_s"] for row in medians.get("server", [])), None),
+            "read_gb_s": medians["memory"][0]["read_gb_s"],
+            "lookup": medians.get("lookup", []),
+            "failed": self.failed,
+            "load_average": round(self.busy, 2),
+            "parameters": args.parameters,
+            "new_tokens": args.new_tokens,
+            "llama_cpp_weights": args.llama_cpp_type,
+            "date": time.strftime("%Y-%m-%d"),
+            "hardware": hardware(),
+            "versions": versions(("torch", "torchserve", "transformers")) | {n: p.version for n, p in PEERS.items()},
+            "rounds": [{name: median_rows([rows]) for name, rows in found.items()} for found in self.rounds],
+        }
 
 
 def table(result: dict[str, Any]) -> str:
     """The figures for people."""
-    lines = [f"{result['model']}, {result['dtype']}, {result['ranks']} ranks, {result['machine']}"]
+    lines = [f"{result['model']}, {result['dtype']}, {result['machine']}, memory {result['read_gb_s']:.1f} GB/s"]
     lines.append(
-        f"{'':14}{'streams':>8}{'decode tok/s':>14}{'prefill tok/s':>15}{'first token ms':>16}{'gap p50/p99 ms':>18}"
+        f"{'':22}{'streams':>8}{'prompt':>8}{'decode tok/s':>14}{'prefill tok/s':>15}{'first token ms':>16}"
+        f"{'gap p50/p99 ms':>18}"
     )
     sections = {"engine": result["engine"], "server": result["server"], **result["peers"]}
+    first: dict[tuple[int, int], float] = {}
+    """What the engine's first configuration decodes, by case."""
     for name, rows in sections.items():
         for row in rows:
-            text = f"{name:14}{row['streams']:>8}{row['decode_tok_s']:>14.1f}{row['prefill_tok_s']:>15.0f}"
+            case = (row["streams"], row["prompt_tokens"])
+            label = f"{name} {row['quantization']} x{row['ranks']}" if "ranks" in row else name
+            text = f"{label:22}{case[0]:>8}{case[1]:>8}{row['decode_tok_s']:>14.1f}{row['prefill_tok_s']:>15.0f}"
             if "ttft_ms" in row:
                 gaps = row["inter_token_ms"]
                 text += f"{row['ttft_ms']['p50']:>16.0f}{gaps['p50']:>11.1f}/{gaps['p99']:.1f}"
+            if name == "engine":
+                first.setdefault(case, row["decode_tok_s"])
+            if case in first:
+                text += f"   {row['decode_tok_s'] / first[case]:.2f} of the engine"
             lines.append(text)
-    for n, row in enumerate(result["engine"]):
-        for other, rows in sections.items():
-            if other != "engine" and rows:
-                ratio = rows[n]["decode_tok_s"] / row["decode_tok_s"]
-                lines.append(f"{other} / engine at {row['streams']} streams: {ratio:.2f}")
-    return "\n".join(lines)
+    for row in result["open_loop"]:
+        waits, gaps = row["ttft_ms"], row["inter_token_ms"]
+        lines.append(
+            f"open loop, {row['rate']:g} requests/s: {row['failed']} of {row['requests']} failed, "
+            f"first token ms p50/p99 {waits['p50']:.0f}/{waits['p99']:.0f}, gap ms {gaps['p50']:.1f}/{gaps['p99']:.1f}"
+        )
+    if result["ready_s"] is not None:
+        lines.append(f"server: ready after {result['ready_s']:.1f} s")
+    return "\n".join(lines + [f"left out: {name}: {why}" for name, why in result["failed"].items()])
+
+
+def peer_argument(text: str) -> tuple[str, Path]:
+    """`NAME=PATH` of a peer's Python."""
+    name, _, path = text.partition("=")
+    if name not in PEERS or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't NAME=PATH with a name of {', '.join(PEERS)}")
+    return name, Path(path).expanduser().absolute()
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, help="a checkpoint; default: the demo model")
+    parser.add_argument("--measure", nargs="+", default=["engine", "server", "transformers"], choices=PROGRAMS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", nargs="+", default=["none"], choices=["none", "int8", "int4"])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128], help="tokens of each prompt")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument(
+        "--arrivals", type=float, nargs="+", default=[], help="requests/s at the server, at random times"
+    )
+    parser.add_argument("--requests", type=int, default=64, help="how many of them")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--peer-python",
+        type=peer_argument,
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="the Python of an environment that has the peer (default: one in the user's cache, made if need be)",
+    )
+    kinds = (*FLOATS, *QUANTIZED)
+    help_text = "type of llama.cpp's weights where the checkpoint is no GGUF (default: Q4_1)"
+    parser.add_argument("--llama-cpp-type", default="Q4_1", choices=kinds, help=help_text)
+    parser.add_argument("--title", default="", help="of this run in docs/performance.md")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args(arguments)
+    args.peer_python = dict(args.peer_python)
+    return args
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", help="a checkpoint; default: the demo model")
-    parser.add_argument(
-        "--measure",
-        nargs="+",
-        default=["engine", "server", "transformers"],
-        choices=["engine", "server", "transformers"],
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    args = parser.parse_args()
+    args = parse()
     if args.checkpoint is None:
         from .fetch_demo_model import fetch
 
         args.checkpoint = fetch()
-    from model.checkpoint import open_checkpoint
+    args.checkpoint = args.checkpoint.expanduser().absolute()
+    with open_checkpoint(args.checkpoint) as source:
+        config = source.config
+    args.vocabulary = config.vocab_size
+    args.parameters = sum(map(math.prod, parameter_shapes(config).values()))
+    args.kv_bytes = 2 * config.n_layers * config.n_kv_heads * config.head_dim * (4 if args.dtype == "float32" else 2)
+    benchmark = Benchmark(args)
 
-    source = open_checkpoint(args.checkpoint)
-    args.vocabulary = source.config.vocab_size
-    source.close()
-    result = measure(args)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(table(result))
+    def save() -> None:
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(benchmark.result(), indent=1) + "\n", encoding="utf-8")
+
+    benchmark.run(save)
+    print(table(benchmark.result()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How long a checkpoint takes from the start of loading to the first token, and in how much memory.
 
-    python -m scripts.load_benchmark /tmp/tinyllama
-    torchrun --nproc-per-node 2 -m scripts.load_benchmark /tmp/tinyllama
+    python -m scripts.load_benchmark build/tinyllama
+    torchrun --nproc-per-node 2 -m scripts.load_benchmark build/tinyllama
 
 Prints one JSON object: seconds of each part on rank 0; the rates of loading and of only reading the files into memory,
 by one rank; and per rank the memory, at its peak while weights were loaded, and what the weights need.

@@ -1,7 +1,7 @@
 """Make a checkpoint of random weights, to measure speed and memory with a model of any size.
 
-    python -m scripts.make_synthetic_checkpoint /tmp/tinyllama --shape tinyllama-1.1b --format huggingface
-    python -m scripts.make_synthetic_checkpoint /tmp/small.gguf --shape 1gib --layers 2 --format gguf --type Q8_0
+    python -m scripts.make_synthetic_checkpoint build/tinyllama --shape tinyllama-1.1b --format huggingface
+    python -m scripts.make_synthetic_checkpoint build/small.gguf --shape 1gib --layers 2 --format gguf --type Q8_0
 
 What it says is noise. Its tokenizer knows every byte and as many made-up words as the vocabulary has room for.
 """

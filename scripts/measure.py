@@ -1,4 +1,4 @@
-"""What is measured of a stream of tokens, the same for the engine and for the server."""
+"""What is measured of a stream of tokens, the same for the engine, the server and other programs."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ class Stream:
     def add(self, now: float, tokens: int) -> None:
         if tokens:
             self.arrivals.append((now, tokens))
+
+    def gaps_ms(self) -> list[float]:
+        """Before each token but the first, in ms; tokens that came together share theirs."""
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return [(t - before) * 1000 / n for (before, _), (t, n) in pairs for _ in range(n)]
 
     def tokens_by(self, now: float) -> float:
         """How many tokens were there at `now`, those of an event spread evenly over the time since the one before."""
@@ -59,12 +64,7 @@ def summarize(streams: list[Stream], prompt_tokens: int) -> dict[str, Any]:
     if first_end <= all_began:
         raise ValueError("the streams never decode at the same time: ask for more new tokens")
     decoded = sum(s.tokens_by(first_end) - s.tokens_by(all_began) for s in streams)
-    gaps = [
-        (t - before) * 1000 / n
-        for s in streams
-        for (before, _), (t, n) in zip(s.arrivals, s.arrivals[1:], strict=False)
-        for _ in range(n)
-    ]
+    gaps = [gap for s in streams for gap in s.gaps_ms()]
     return {
         "streams": len(streams),
         "prompt_tokens": prompt_tokens,
@@ -76,13 +76,15 @@ def summarize(streams: list[Stream], prompt_tokens: int) -> dict[str, Any]:
 
 
 def median_rows(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Row by row, the median of each figure over the rounds."""
+    """Row by row, the median of each figure over the rounds, with three decimals."""
     return [_median(list(rows)) for rows in zip(*rounds, strict=True)]
 
 
 def _median(values: list[Any]) -> Any:
     if isinstance(values[0], dict):
         return {key: _median([v[key] for v in values]) for key in values[0]}
+    if isinstance(values[0], (str, bool)):
+        return values[0]  # the same in every round
     middle = statistics.median(values)
     return int(middle) if isinstance(values[0], int) else round(middle, 3)
 

@@ -191,7 +191,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes that share the model (%(default)s)")
     parser.add_argument("--device", default="", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--quantization", default="", help="none (no other yet)")
+    parser.add_argument("--quantization", default="", help="none, int8 or int4")
     parser.add_argument("--handler-option", action="append", default=[], metavar="KEY=VALUE")
 
 

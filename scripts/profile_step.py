@@ -24,7 +24,7 @@ from generation.types import Request, SamplingParams
 from model.collectives import init_communicator
 from model.loader import load_model, resolve_device
 
-from .benchmark_worker import prompts
+from .benchmark_engine import prompts
 from .fetch_demo_model import fetch
 
 KERNELS = ("add_norm", "rotate_and_store", "decode", "prefill", "silu_multiply", "sharpen")

@@ -85,7 +85,7 @@ def code(document: Path) -> list[str]:
 
 def table(document: Path, heading: str) -> list[list[str]]:
     """The cells of the first table behind the line `heading`, without its head."""
-    behind = document.read_text(encoding="utf-8").split(f"\n{heading}\n", 1)[1]
+    behind = ("\n" + document.read_text(encoding="utf-8")).split(f"\n{heading}\n", 1)[1]
     rows = re.search(r"(?:^\|.*\n)+", behind, re.MULTILINE)
     if rows is None:
         raise ValueError(f"{document.name} has no table behind {heading}")

@@ -19,6 +19,8 @@ from handler.request import ALIASES, NativeRequest
 from handler.routes import ROUTES
 from handler.settings import ALIASES as SETTINGS_ALIASES
 from handler.settings import HandlerSettings
+from model.checkpoint import gguf_types, huggingface, meta
+from model.checkpoint.base import TYPE_NAMES
 from model.tokenizer import SentencePieceTokenizer
 from scripts.run_dir import read_properties
 from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
@@ -26,6 +28,7 @@ from tests.readme_examples import DOCUMENTS, README, ROOT, Block, Example, block
 
 HTTP_API = ROOT / "docs" / "http-api.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
+CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 BY_NAME = [pytest.param(path, id=path.name) for path in DOCUMENTS]
 
@@ -50,7 +53,7 @@ def test_readme_names_every_target_and_variable() -> None:
     text = README.read_text(encoding="utf-8")
     for target in set(re.findall(r"^([a-z]+):.*## ", MAKEFILE, re.MULTILINE)) - {"help", "venv"}:
         assert f"`make {target}`" in text
-    for variable in set(re.findall(r"^([A-Z]+) \?=", MAKEFILE, re.MULTILINE)) - {"QUANTIZATION"}:
+    for variable in set(re.findall(r"^([A-Z]+) \?=", MAKEFILE, re.MULTILINE)):
         assert f"`{variable}`" in text
 
 
@@ -91,6 +94,43 @@ def test_scripts_have_the_options(
     assert ended.value.code == 0
     options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert {word for word in arguments if word.startswith("--")} <= options
+
+
+SMALL = ["--dim=64", "--layers=1", "--heads=4", "--kv-heads=2", "--hidden=64", "--vocab=384"]
+"""In place of a real model's shape."""
+
+
+def test_checkpoint_scripts_run(
+    checkpoint: Path, demo_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One after the other as they stand there, on a tiny Meta checkpoint in place of the reader's."""
+    # an affair of torchrun's ranks: here it would be about the process that runs the tests
+    monkeypatch.setattr("scripts.load_benchmark.die_with_parent", lambda: None)
+    ran = set()
+    for words in commands(CHECKPOINTS):
+        if "-m" not in words:
+            continue
+        name, *arguments = (word.replace("/path/to", str(checkpoint.parent)) for word in words[words.index("-m") + 1 :])
+        small = SMALL if name.endswith("make_synthetic_checkpoint") else []
+        monkeypatch.setattr("sys.argv", [name, *arguments, *small])
+        assert not importlib.import_module(name).main(), words
+        shown = capsys.readouterr().out
+        assert shown, words
+        if "--json" in arguments or name.endswith("load_benchmark"):
+            json.loads(shown)
+        if name.endswith("fetch_demo_model"):
+            assert Path(shown.strip()) == demo_checkpoint
+        ran.add(name.removeprefix("scripts."))
+    assert ran >= {"inspect_checkpoint", "make_synthetic_checkpoint", "load_benchmark", "convert_checkpoint"}
+
+
+def test_checkpoint_types_are_those_of_the_code() -> None:
+    types = {row[0]: row[2].removesuffix(", in any mix").split(", ") for row in table(CHECKPOINTS, "# Checkpoints")}
+    assert types == {
+        "Meta": [TYPE_NAMES[dtype] for dtype in meta.STORED_TYPES],
+        "Hugging Face": list(huggingface.STORED_TYPES),
+        "GGUF": list(gguf_types.BLOCK_TYPES),
+    }
 
 
 @pytest.mark.parametrize("document", BY_NAME)

@@ -32,7 +32,8 @@ def open_checkpoint(
 
     Args:
         path: A directory, a GGUF file, or a safetensors file (or index) with `config.json` beside it.
-        tokenizer_path: A SentencePiece model to use in place of the checkpoint's own tokenizer.
+        tokenizer_path: A SentencePiece model, a `tokenizer.json`, or a directory in Hugging Face's form, to use in
+            place of the checkpoint's own tokenizer.
         params_path: A Meta checkpoint's `params.json`, where it doesn't lie beside the shards.
 
     Raises:

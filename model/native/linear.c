@@ -37,19 +37,35 @@ int linear_bf16_is_fast(void) {
 
 /* ---- bfloat16 ---- */
 
-/* weight (outputs, inputs) to packed (tiles, pairs, 64, 2), zeros where there is no output or input. */
-void pack_bf16(const uint16_t *weight, uint16_t *packed, int64_t outputs, int64_t inputs) {
-    const int64_t pairs = (inputs + 1) / 2, tiles = tiles_of(outputs, WIDE);
-    memset(packed, 0, (size_t)(tiles * pairs * WIDE * 2) * sizeof *packed);
-    for (int64_t n = 0; n < outputs; n++) {
-        uint16_t *to = packed + n / WIDE * pairs * WIDE * 2 + n % WIDE * 2;
-        for (int64_t k = 0; k < inputs; k++) to[k / 2 * WIDE * 2 + k % 2] = weight[n * inputs + k];
+/* weight (outputs, inputs) to packed (tiles, pairs, 64, 2), zeros where there is no output. `inputs` is even. */
+void pack_bf16(const uint16_t *weight, uint16_t *packed, int64_t outputs, int64_t inputs, int threads) {
+    const int64_t pairs = inputs / 2, tiles = tiles_of(outputs, WIDE), step = 16; /* pairs in a cache line of a row */
+    (void)threads;
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+#endif
+    for (int64_t t = 0; t < tiles; t++) {
+        uint32_t *tile = (uint32_t *)packed + t * pairs * WIDE;
+        const int64_t rows = outputs - t * WIDE < WIDE ? outputs - t * WIDE : WIDE;
+        if (rows < WIDE) memset(tile, 0, (size_t)(pairs * WIDE) * sizeof *tile);
+        for (int64_t first = 0; first < pairs; first += step) {
+            const int64_t count = pairs - first < step ? pairs - first : step;
+            for (int64_t r = 0; r < rows; r++) {
+                const uint16_t *from = weight + (t * WIDE + r) * inputs + 2 * first;
+                uint32_t *to = tile + first * WIDE + r, line[16];
+                memcpy(line, from, (size_t)count * sizeof *line);
+                if (count == step)
+                    for (int64_t p = 0; p < step; p++) to[p * WIDE] = line[p];
+                else
+                    for (int64_t p = 0; p < count; p++) to[p * WIDE] = line[p];
+            }
+        }
     }
 }
 
 /* The rows `ids` of the weight that was packed, (count, inputs). */
 void unpack_rows_bf16(const uint16_t *packed, const int64_t *ids, uint16_t *out, int64_t count, int64_t inputs) {
-    const int64_t pairs = (inputs + 1) / 2;
+    const int64_t pairs = inputs / 2;
     for (int64_t i = 0; i < count; i++) {
         const uint16_t *from = packed + ids[i] / WIDE * pairs * WIDE * 2 + ids[i] % WIDE * 2;
         for (int64_t k = 0; k < inputs; k++) out[i * inputs + k] = from[k / 2 * WIDE * 2 + k % 2];
@@ -115,7 +131,7 @@ static void rows_bf16(const uint16_t *x, const uint16_t *tile, void *y, int64_t 
 /* x (rows, inputs) bfloat16 -> y (rows, outputs) in `dtype`. */
 void linear_bf16(const uint16_t *x, const uint16_t *packed, void *y, int64_t rows, int64_t inputs, int64_t outputs,
                  int dtype, int threads) {
-    const int64_t pairs = (inputs + 1) / 2, tiles = tiles_of(outputs, WIDE);
+    const int64_t pairs = inputs / 2, tiles = tiles_of(outputs, WIDE);
     (void)threads;
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(threads) if (threads > 1)
@@ -313,8 +329,9 @@ static inline vec squared_error(vec x, float scale, float offset, float inverse)
     return wrong * wrong;
 }
 
-/* Scale and offset of a group in 4 bits: of the ranges that end at the least and the largest number, or a little inside,
- * the one with the least squared error. Both are rounded to float16 first. */
+/* Scale and offset of a group in 4 bits, rounded to float16: of several, those with the least squared error. They start at
+ * the least number or a little above it. They end at the largest or a little below; or the largest is `steps` above the
+ * least, fewer than 15 of them, as in a group that was in 4 bits before and doesn't use all of them. */
 static void choose_range(const numbers x, uint16_t *scale, uint16_t *offset) {
     float lows[LANES], highs[LANES], best = INFINITY;
     const vec least = at_most(x.low, x.high), most = at_least(x.low, x.high);
@@ -325,9 +342,10 @@ static void choose_range(const numbers x, uint16_t *scale, uint16_t *offset) {
         low = lows[i] < low ? lows[i] : low;
         high = highs[i] > high ? highs[i] : high;
     }
-    for (int cut = 0; cut < 16; cut++) {
-        const float step = (high - low) * 0.03f, from = low + step * (float)(cut % 4), to = high - step * (float)(cut / 4);
-        const uint16_t s = to_float16((to - from) / 15), o = to_float16(from);
+    for (int way = 0; way < 22; way++) {
+        const float step = (high - low) * 0.03f, from = way < 16 ? low + step * (float)(way % 4) : low;
+        const float to = way < 16 ? high - step * (float)(way / 4) : high, steps = way < 16 ? 15 : (float)(30 - way);
+        const uint16_t s = to_float16((to - from) / steps), o = to_float16(from);
         const float exact = from_float16(s), start = from_float16(o), inverse = exact > 0 ? 1 / exact : 0;
         const float error = sum(squared_error(x.low, exact, start, inverse) + squared_error(x.high, exact, start, inverse));
         if (!(error < best)) continue;

@@ -81,10 +81,11 @@ def test_the_reference_examples_keys_are_understood(model_dir: Path) -> None:
     ("key", "value", "allowed"),
     [
         ("device", "gpu", "'auto', 'cpu' or 'cuda'"), ("dtype", "fp16", "'bfloat16'"), ("dtype", 16, "'bfloat16'"),
-        ("quantization", "int8", "not available in this version"), ("quantization", "q4", "'none'"),
+        ("quantization", "q4", "'none', 'int8' or 'int4'"), ("quantization", 8, "'int8'"),
         ("max_seq_len", 1, "at least 2"), ("max_seq_len", "512", "integer"), ("max_seq_len", True, "integer"),
         ("kv_cache_memory", "2 gigs", '"2GiB"'), ("kv_cache_memory", 0, "above 0"), ("kv_cache_memory", True, "above"),
         ("kv_cache_tokens", 0, "at least 1"), ("prefill_chunk", 0, "at least 1"), ("prefix_cache", "yes", "true or"),
+        ("speculation", "draft", "'prompt_lookup' or 'none'"), ("speculation", True, "'none'"),
         ("chat_format", "chatml", "'llama2' or 'template'"), ("temperature", 2.5, "between 0 and 2"),
         ("temperature", math.nan, "between 0 and 2"), ("temperature", "hot", "between 0 and 2"),
         ("top_p", 1.5, "between 0 and 1"), ("top_k", -1, "at least 0"), ("repetition_penalty", 0, "above 0"),
@@ -133,6 +134,16 @@ def test_a_missing_checkpoint_is_told(model_dir: Path) -> None:
     assert "handler.checkpoint is missing" in line
     section = {"converted_ckpt_dir": "wights"}
     assert any("handler.converted_ckpt_dir is" in line for line in lines(config() | {"handler": section}, model_dir))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_quantization_is_for_a_cpu(model_dir: Path, name: str) -> None:
+    assert load_settings(config({"quantization": name}), model_dir).quantization == name
+    (line,) = lines(config({"quantization": name, "device": "cuda:1"}), model_dir)
+    assert (
+        f"handler.quantization is '{name}', expected 'none' with device 'cuda:1': quantized weights run on a CPU"
+        in line
+    )
 
 
 @pytest.mark.parametrize("section", [None, "weights", [], 3])

@@ -67,6 +67,15 @@ def test_group_that_fits_is_exact(bits: int) -> None:
     assert torch.equal(unpacked(QuantizedWeight(weight, bits)), weight)
 
 
+@pytest.mark.parametrize("span", range(9, 16))
+def test_four_bits_that_are_not_all_used_stay_exact(span: int) -> None:
+    """A group of 4-bit numbers, as in a file, may lack the largest or the smallest of them."""
+    codes = torch.randint(0, span + 1, (48, 64), generator=torch.Generator().manual_seed(span)).float()
+    codes[:, ::GROUP], codes[:, 1::GROUP] = 0, span
+    weight = (codes - 8) * 0.0625
+    assert torch.equal(unpacked(QuantizedWeight(weight, 4)), weight)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_extreme_weights(bits: int) -> None:
     weight = torch.zeros(16, 64)

@@ -186,6 +186,31 @@ def test_too_little_for_the_weights() -> None:
     assert message.endswith("a smaller model, or more ranks on more GPUs (nproc-per-node)")
 
 
+def test_quantized_weights_are_proposed_where_they_fit() -> None:
+    """The least quantization of those that fit, with the cache that was asked for."""
+    assert re.search(r"would fit: quantization int8 \(\d\.\d GiB for weights\), a smaller model", refusal(8 * GIB))
+    assert "would fit: quantization int4 (" in refusal(5 * GIB)
+    assert "quantization" not in refusal(2 * GIB)
+    assert re.search(
+        r"at most \d+ tokens .*, quantization int8 .*, or more memory", refusal(16 * GIB, cache_tokens=16000)
+    )
+    assert "quantization" not in refusal(16 * GIB, cache_tokens=32768)
+    assert re.search(r"would fit: dtype bfloat16 .*, quantization int8", refusal(14 * GIB, torch.float32))
+    assert "quantization" not in refusal(4 * GIB, device=GPU)
+    shards = plan_shards(SEVEN_B, 1)
+    with pytest.raises(CheckpointError, match=r"weights in int8 .*would fit: quantization int4 \("):
+        check_memory(
+            SEVEN_B,
+            shards,
+            torch.bfloat16,
+            CPU,
+            ranks=1,
+            max_seq_len=4096,
+            quantization="int8",
+            available=5 * GIB,
+        )
+
+
 @given(available=st.integers(0, 64 * GIB), tokens=st.integers(1, 10**6))
 def test_what_is_proposed_fits(available: int, tokens: int) -> None:
     """A number of tokens is proposed only where it is less than was wanted and passes the check itself."""
