@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 from model import native_build
 from model.config import CheckpointError
 from model.linear import GROUP, Linear, NativeWeight, Packed, QuantizedWeight, packed_kind, padded_rows
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 64), (640, 576), (70, 50), (1, 2), (33, 96), (16, 31)]
