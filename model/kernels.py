@@ -102,7 +102,8 @@ class TorchKernels:
         return F.silu(gate) * up
 
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Numbers of the types in native/vectors.h."""
 _P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F, _N),
@@ -141,7 +142,7 @@ class NativeKernels(TorchKernels):
         out = torch.empty(h.shape, dtype=dtype)
         rows, dim = h.shape
         pointer = None if delta is None else delta.data_ptr()
-        self._add_norm(h.data_ptr(), pointer, weight.data_ptr(), out.data_ptr(), rows, dim, eps, _DTYPES[dtype])
+        self._add_norm(h.data_ptr(), pointer, weight.data_ptr(), out.data_ptr(), rows, dim, eps, NATIVE_DTYPES[dtype])
         return out
 
     def rotate_and_store(
@@ -159,7 +160,7 @@ class NativeKernels(TorchKernels):
             heads,
             keys.shape[1],
             dim,
-            _DTYPES[qkv.dtype],
+            NATIVE_DTYPES[qkv.dtype],
         )
         return qkv[:, :heads]
 
@@ -182,7 +183,7 @@ class NativeKernels(TorchKernels):
             dim,
             BLOCK_TOKENS,
             dim**-0.5,
-            _DTYPES[q.dtype],
+            NATIVE_DTYPES[q.dtype],
             torch.get_num_threads(),
         )
         if failed:
@@ -207,7 +208,7 @@ class NativeKernels(TorchKernels):
             dim,
             BLOCK_TOKENS,
             dim**-0.5,
-            _DTYPES[q.dtype],
+            NATIVE_DTYPES[q.dtype],
             torch.get_num_threads(),
         )
         if failed:
@@ -223,13 +224,13 @@ class NativeKernels(TorchKernels):
     def silu_multiply(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape
         out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
-        self._silu(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, _DTYPES[gate_up.dtype])
+        self._silu(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, NATIVE_DTYPES[gate_up.dtype])
         return out
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> TorchKernels:
     """Native kernels where they can be had, else the reference; says once why it is slow."""
-    if device.type != "cpu" or dtype not in _DTYPES or head_dim % 16:
+    if device.type != "cpu" or dtype not in NATIVE_DTYPES or head_dim % 16:
         return TorchKernels()
     try:
         return NativeKernels()

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import CheckpointError
+from .kernels import NATIVE_DTYPES
 from .native_build import NativeBuildError, load_library
 
 QUANTIZATIONS = {"int8": 8, "int4": 4}
@@ -27,7 +28,6 @@ QUANTIZATIONS = {"int8": 8, "int4": 4}
 GROUP = 32
 """Inputs that share a scale."""
 _WIDE, _LANES = 64, 16  # outputs in a tile of native/linear.c: bfloat16, quantized
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _P, _I, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
@@ -112,7 +112,7 @@ class NativeWeight(Packed):
         x, rows, out = x.contiguous(), len(x), self.out_features
         y = torch.empty((rows, out), dtype=dtype)
         pointers = (x.data_ptr(), self._packed.data_ptr(), y.data_ptr())
-        self._linear(*pointers, rows, self.in_features, out, _DTYPES[dtype], torch.get_num_threads())
+        self._linear(*pointers, rows, self.in_features, out, NATIVE_DTYPES[dtype], torch.get_num_threads())
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class QuantizedWeight(Packed):
         self._offsets = torch.empty(scales, dtype=torch.float16) if bits == 4 else None
         self.parts = (self._codes.data_ptr(), self._scales.data_ptr(), _pointer(self._offsets))
         """Addresses of codes, scales and offsets."""
-        sizes = (self.out_features, self.in_features, bits, _DTYPES[weight.dtype], torch.get_num_threads())
+        sizes = (self.out_features, self.in_features, bits, NATIVE_DTYPES[weight.dtype], torch.get_num_threads())
         _native().pack_int(weight.data_ptr(), *self.parts, *sizes)
         self._linear = _native().linear_int
 
@@ -144,7 +144,7 @@ class QuantizedWeight(Packed):
         x, rows, out = x.contiguous(), len(x), self.out_features
         y = torch.empty((rows, out), dtype=dtype)
         sizes = (rows, self.in_features, out, self.bits)
-        kinds = (_DTYPES[x.dtype], _DTYPES[dtype], torch.get_num_threads())
+        kinds = (NATIVE_DTYPES[x.dtype], NATIVE_DTYPES[dtype], torch.get_num_threads())
         if self._linear(x.data_ptr(), *self.parts, y.data_ptr(), *sizes, *kinds):
             raise MemoryError("no memory for the inputs of a linear layer")
         return y

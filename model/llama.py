@@ -99,6 +99,11 @@ class TransformerBlock:
         self.attention_norm = torch.empty(config.dim, dtype=torch.float32, device=device)
         self.ffn_norm = torch.empty(config.dim, dtype=torch.float32, device=device)
 
+    @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """Its matrices, in the order in which they are used."""
+        return self.attention.wqkv, self.attention.wo, self.feed_forward.w13, self.feed_forward.w2
+
 
 class Llama:
     """One rank's part of the model, ready for its weights (`loader.py` fills them in, then calls `loaded`).

@@ -158,13 +158,12 @@ def load_weights(model: Llama, source: Checkpoint, progress: Progress | None = N
     fill({"tok_embeddings.weight": embedding})
     plain: list[Tensor] = []
     for i, layer in enumerate(model.layers):
-        linears = (layer.attention.wqkv, layer.attention.wo, layer.feed_forward.w13, layer.feed_forward.w2)
-        plain = plain or [_weight(linear) for linear in linears]
-        for linear, memory in zip(linears, plain, strict=True):
+        plain = plain or [_weight(linear) for linear in layer.linears]
+        for linear, memory in zip(layer.linears, plain, strict=True):
             if linear.kind != "plain":  # it will be packed: until then it uses the memory of the first layer's
                 linear.weight = memory
         fill(_layer_targets(model, i))
-        for linear in linears:
+        for linear in layer.linears:
             linear.pack()
     plain.clear()
     fill({"norm.weight": model.norm} | ({} if model.config.tied_output else {"output.weight": _weight(model.output)}))

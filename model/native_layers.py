@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .kernels import NativeKernels
+from .kernels import NATIVE_DTYPES, NativeKernels
 from .kv_cache import BLOCK_TOKENS, Batch, KVCache
 from .linear import Linear, NativeWeight, QuantizedWeight
 from .native_build import load_library
@@ -17,7 +17,6 @@ from .shared_memory import SharedMemoryCommunicator
 if TYPE_CHECKING:
     from .llama import Llama, TransformerBlock
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NO_MEMORY = -1
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
@@ -72,7 +71,7 @@ class NativeLayers:
             hidden=len(shard.hidden),
             block_tokens=BLOCK_TOKENS,
             eps=config.norm_eps,
-            dtype=_DTYPES[model.dtype],
+            dtype=NATIVE_DTYPES[model.dtype],
         )
         self._cache: KVCache | None = None
         self._run: Any = load_library().run_layers
@@ -115,28 +114,23 @@ class NativeLayers:
 
 def native_layers(model: Llama) -> NativeLayers | None:
     """The layers of `model` in native code; None where a part of them isn't native."""
-    linears = [
-        linear
-        for block in model.layers
-        for linear in (block.attention.wqkv, block.attention.wo, block.feed_forward.w13, block.feed_forward.w2)
-    ]
     native = (
         isinstance(model.kernels, NativeKernels)
         and (model.comm.world_size == 1 or isinstance(model.comm, SharedMemoryCommunicator))
-        and all(isinstance(linear.packed, (NativeWeight, QuantizedWeight)) for linear in linears)
+        and all(
+            isinstance(linear.packed, (NativeWeight, QuantizedWeight))
+            for block in model.layers
+            for linear in block.linears
+        )
     )
     return NativeLayers(model) if native else None
 
 
 def _layer(block: TransformerBlock) -> _Layer:
-    attention, feed_forward = block.attention, block.feed_forward
     return _Layer(
         block.attention_norm.data_ptr(),
         block.ffn_norm.data_ptr(),
-        _linear(attention.wqkv),
-        _linear(attention.wo),
-        _linear(feed_forward.w13),
-        _linear(feed_forward.w2),
+        *(_linear(linear) for linear in block.linears),
     )
 
 

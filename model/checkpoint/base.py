@@ -8,6 +8,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,20 @@ Shape = tuple[int, ...]
 
 TYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """GGML's names of the types that aren't quantized."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies in a file, and as what."""
+
+    name: str
+    kind: str
+    """The format's name of the type."""
+    shape: Shape
+    """Slowest dimension first, as torch counts: (rows, columns)."""
+    offset: int
+    """From the start of the file."""
+    n_bytes: int
 
 
 class Checkpoint(ABC):
@@ -214,6 +229,14 @@ def listing(names: list[str], most: int = 3) -> str:
     """Some of `names` and the number of the rest, with the verb: "a, b and 3 more are"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def map_file(path: Path, format_name: str) -> mmap.mmap:
+    """The file in memory, read as it is looked at. Copy on write only because torch wants writable memory."""
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"checkpoint {path}: isn't a {format_name} file: {describe_file(path)}")
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def describe_file(path: Path) -> str:

@@ -19,8 +19,8 @@ import torch
 from model.config import CheckpointError, ModelConfig
 from model.rope import frequencies, linear_factors
 
-from .base import Checkpoint, check_layers, check_parameters, describe_file, load_tokenizer
-from .gguf_header import TensorInfo, read_header
+from .base import Checkpoint, TensorInfo, check_layers, check_parameters, load_tokenizer, map_file
+from .gguf_header import read_header
 from .gguf_types import BLOCK_TYPES, decode_part
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class GGUFCheckpoint(Checkpoint):
     format = "gguf"
 
     def __init__(self, path: Path, tokenizer_path: Path | None = None) -> None:
-        self._data: mmap.mmap | None = map_file(path)
+        self._data: mmap.mmap | None = map_file(path, "GGUF")
         header = read_header(path, self._data)
         self.metadata: dict[str, Any] = header.metadata
         """Every metadata key with its value as plain Python."""
@@ -121,14 +121,6 @@ class GGUFCheckpoint(Checkpoint):
 
     def close(self) -> None:
         self._data = None  # unmapped with the last tensor that looks into it
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """The file in memory, read as it is looked at. Copy on write only because torch wants writable memory."""
-    if path.stat().st_size == 0:
-        raise CheckpointError(f"checkpoint {path}: isn't a GGUF file: {describe_file(path)}")
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _meta_name(name: str) -> str:

@@ -21,7 +21,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantiz
 
 from model.config import CheckpointError
 
-from .base import Shape, describe_file
+from .base import Shape, TensorInfo, describe_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -45,20 +45,6 @@ SCALARS = {
 }
 SMALLEST_KEY = 8 + 4 + 1  # bytes of a key without letters and a one-byte value
 SMALLEST_TENSOR = 8 + 4 + 4 + 8
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies in the file, and as what."""
-
-    name: str
-    kind: str
-    """GGML's name of the type."""
-    shape: Shape
-    """Slowest dimension first, as torch counts: (rows, columns)."""
-    offset: int
-    """From the start of the file."""
-    n_bytes: int
 
 
 @dataclass(frozen=True)

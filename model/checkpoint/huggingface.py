@@ -18,9 +18,9 @@ import torch
 
 from model.config import CheckpointError, ModelConfig, parameter_shapes
 
-from .base import Checkpoint, check_layers, copy_cast, listing, load_tokenizer
+from .base import Checkpoint, TensorInfo, check_layers, copy_cast, listing, load_tokenizer, map_file
 from .huggingface_config import Values, model_config, read_config, read_json, rope_factors
-from .safetensors_header import TensorInfo, map_file, read_header
+from .safetensors_header import read_header
 
 if TYPE_CHECKING:
     from model.tokenizer import Tokenizer
@@ -195,7 +195,7 @@ def _open_tensors(path: Path) -> dict[str, StoredTensor]:
     files = _files_of_index(index, weight_map) if index and weight_map else _find_files(path)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        data = map_file(file)
+        data = map_file(file, "safetensors")
         for name, info in read_header(file, data).items():
             if LEFT_OVER.search(name):
                 continue

@@ -12,13 +12,12 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from model.config import CheckpointError
 
-from .base import Shape, describe_file
+from .base import TensorInfo, describe_file
 
 LENGTH_BYTES = 8
 MAX_HEADER = 8 * 1024 * 1024
@@ -37,28 +36,6 @@ TYPE_BITS = {
     "F4": 4,
 }
 """Bits of one value of each type of the format."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies in the file, and as what."""
-
-    name: str
-    kind: str
-    """The format's name of the type."""
-    shape: Shape
-    """Slowest dimension first, as torch counts: (rows, columns)."""
-    offset: int
-    """From the start of the file."""
-    n_bytes: int
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """The file in memory, read as it is looked at. Copy on write only because torch wants writable memory."""
-    if path.stat().st_size == 0:
-        raise CheckpointError(f"checkpoint {path}: isn't a safetensors file: {describe_file(path)}")
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def read_header(path: Path, data: bytes | mmap.mmap) -> dict[str, TensorInfo]:

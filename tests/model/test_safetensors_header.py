@@ -13,7 +13,8 @@ import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.checkpoint.safetensors_header import TensorInfo, read_header
+from model.checkpoint.base import TensorInfo
+from model.checkpoint.safetensors_header import read_header
 from model.config import CheckpointError
 
 
