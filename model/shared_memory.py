@@ -8,11 +8,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -25,9 +23,7 @@ from .process import usable_cores
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_FOLDER = Path("/dev/shm")
 _MOST_SEGMENT_BYTES = 32 << 20
-"""Containers often have no more than 64 MiB of shared memory."""
 _MOST_SLOT_BYTES, _LEAST_SLOT_BYTES = 1 << 20, 64 << 10
 _SPIN_S = 30e-6
 _SLICE_S = 0.25
@@ -155,7 +151,7 @@ def connect(
 ) -> SharedMemoryCommunicator:
     """Connect all ranks through a new segment. Whether it works is agreed through `store`.
 
-    The segment's file is unlinked as soon as every rank has opened it (or one has failed), so that none is left over.
+    The segment's file has no name, so that none is left over, however a rank ends; the others open rank 0's descriptor.
 
     Raises:
         SharedMemoryUnavailable: on every rank, with the same reason, if any rank can't take part.
@@ -163,24 +159,18 @@ def connect(
     if rank > 0:
         store.wait(["library/0"], timedelta(seconds=timeout_s))  # rank 0 compiles, the others find it in the cache
     library = _agree(store, "library", rank, world_size, lambda: _library(world_size, local_world_size))
-    name = str(_FOLDER / f"torchserve-llama2-{uuid.uuid4().hex}") if rank == 0 else ""
-    try:
-        if rank == 0:
-            store.set("name", name)
-        created = _agree(store, "created", rank, world_size, lambda: _create(name, segment_bytes(library, world_size)))
+    size = segment_bytes(library, world_size)
+    created = _agree(store, "created", rank, world_size, lambda: _create(store, rank, size))
 
-        def enter() -> SharedMemoryCommunicator:
-            file = created if rank == 0 else os.open(store.get("name").decode(), os.O_RDWR | os.O_CLOEXEC)
-            try:
-                return SharedMemoryCommunicator(library, file, rank, world_size, timeout_s)
-            except BaseException:
-                os.close(file)
-                raise
+    def enter() -> SharedMemoryCommunicator:
+        file = created if rank == 0 else os.open(store.get("segment").decode(), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return SharedMemoryCommunicator(library, file, rank, world_size, timeout_s)
+        except BaseException:
+            os.close(file)
+            raise
 
-        return _agree(store, "entered", rank, world_size, enter)
-    finally:
-        if name:
-            Path(name).unlink(missing_ok=True)
+    return _agree(store, "entered", rank, world_size, enter)
 
 
 def _library(world_size: int, local_world_size: int) -> ctypes.CDLL:
@@ -188,8 +178,8 @@ def _library(world_size: int, local_world_size: int) -> ctypes.CDLL:
         raise SharedMemoryUnavailable(
             f"the ranks are on several hosts (LOCAL_WORLD_SIZE {local_world_size}, WORLD_SIZE {world_size})"
         )
-    if not _FOLDER.is_dir():
-        raise SharedMemoryUnavailable(f"this system has no {_FOLDER}")
+    if not hasattr(os, "memfd_create"):
+        raise SharedMemoryUnavailable("this system has no memfd_create")
     library = load_library()
     integer, double, pointer = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
     library.coll_segment_bytes.argtypes, library.coll_segment_bytes.restype = (ctypes.c_int, integer), integer
@@ -207,18 +197,17 @@ def _library(world_size: int, local_world_size: int) -> ctypes.CDLL:
     return library
 
 
-def _create(name: str, size: int) -> int:
-    """On rank 0 (which has a name for it) the new segment's file, with memory behind every page; elsewhere -1."""
-    if not name:
+def _create(store: Store, rank: int, size: int) -> int:
+    """On rank 0 a new segment's file, with memory behind every page, and its path in `store`; elsewhere -1."""
+    if rank > 0:
         return -1
-    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    file = os.memfd_create("torchserve-llama2", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:
         os.close(file)
-        raise SharedMemoryUnavailable(
-            f"{_FOLDER} has no room for {size >> 20} MiB ({error.strerror}); enlarge it (Docker: --shm-size)"
-        ) from None
+        raise SharedMemoryUnavailable(f"no room for {size >> 20} MiB of shared memory ({error.strerror})") from None
+    store.set("segment", f"/proc/{os.getpid()}/fd/{file}")
     return file
 
 
