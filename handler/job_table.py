@@ -92,6 +92,8 @@ class JobTable:
         self._polled: float | None = None
         """When the last poll ended; None during one."""
         self._changed = threading.Condition()
+        self._working = threading.Event()
+        """Set when a job is added; see `wait_for_stall`."""
 
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._entries
@@ -102,6 +104,7 @@ class JobTable:
     def add(self, job: Job) -> None:
         with self._changed:
             self._entries[job.job_id] = _Entry(job, self._clock())
+        self._working.set()
 
     def deliver(self, outputs: list[Output]) -> None:
         """Hand the engine's outputs to their jobs; those of jobs that have left are dropped.
@@ -132,6 +135,20 @@ class JobTable:
     def rest(self) -> None:
         """A poll has ended. While jobs are open the next one follows at once."""
         self._polled = self._clock()
+
+    def wait_for_stall(self, stall_s: float) -> None:
+        """Return when jobs with work for the engine are open and no poll has come for `stall_s` seconds."""
+        while True:
+            self._working.clear()
+            with self._changed:
+                working = any(entry.job.requests for entry in self._entries.values())
+                polled = self._polled
+            if not working:
+                self._working.wait()
+            elif polled is not None and self._clock() - polled > stall_s:
+                return
+            else:
+                time.sleep(stall_s / 2)
 
     def cancel_missing(self, present: Collection[str]) -> None:
         """Cancel the jobs that the frontend no longer asks for: their clients have left."""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from ts.torch_handler.base_handler import BaseHandler
 
+from handler import wake
 from handler.errors import InternalError, RequestError
 from handler.job_table import JobTable, Part, Piece, failure
 from handler.metrics import MetricsThread
@@ -61,6 +62,8 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
         if self.rank == 0:
             self.metrics = MetricsThread(context.metrics, context.model_name, engine)
             self.metrics.start()
+            version = str((context.manifest or {}).get("model", {}).get("modelVersion", "1.0"))
+            wake.Waker(self.jobs, context.model_name, version).start()
         self.initialized = True
 
     def _deliver(self, outputs: Any) -> None:
@@ -92,7 +95,7 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
             if job_id in self.jobs:
                 continue
             try:
-                piece = self._route(job_id, data[index], context.get_all_request_header(index))
+                piece = self._route(Call(job_id, data[index], context.get_all_request_header(index)), context)
             except RequestError as error:
                 piece = failure(error)
             except Exception:
@@ -102,11 +105,14 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
                 answered[index] = piece
         return answered
 
-    def _route(self, job_id: str, row: dict[str, Any], headers: dict[str, Any]) -> Piece | None:
+    def _route(self, call: Call, context: Any) -> Piece | None:
         """Answer a new request, or start its job and return None."""
         if self.serving is None:
             raise InternalError("the model is not loaded")
-        job = answer(Call(job_id, row, headers), self.serving)
+        if wake.is_wake(call.path):
+            job = wake.answer(call.job_id, call.path, context.system_properties["batch_size"])
+        else:
+            job = answer(call, self.serving)
         if isinstance(job, Piece):
             return job
         for request in job.requests:

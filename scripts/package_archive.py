@@ -45,6 +45,8 @@ class ArchiveOptions:
     device: str = "auto"
     handler: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the `handler:` section, such as dtype and quantization."""
+    frontend: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of TorchServe's own, such as minWorkers."""
 
     def __post_init__(self) -> None:
         self.checkpoint = self.checkpoint.expanduser().absolute()
@@ -65,7 +67,7 @@ def visible_gpus() -> int:
 
 def model_config(template: Mapping[str, Any], options: ArchiveOptions) -> dict[str, Any]:
     """The template with ranks, device and the handler's keys put in; the template is not changed."""
-    config = dict(template)
+    config = {**template, **options.frontend}
     config["torchrun"] = {**config["torchrun"], "nproc-per-node": options.ranks}
     gpu = options.device.startswith("cuda") or (options.device == "auto" and visible_gpus() >= options.ranks)
     config["deviceType"] = "gpu" if gpu else "cpu"

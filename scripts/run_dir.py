@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -89,8 +90,8 @@ class RunDir:
         shutil.rmtree(self.temporary, ignore_errors=True)
         (self.path / "state.json").unlink(missing_ok=True)
 
-    def write_config(self) -> dict[str, str]:
-        """Write this server's config.properties; returns it.
+    def write_config(self, properties: Mapping[str, str]) -> dict[str, str]:
+        """Write this server's config.properties, with `properties` put in; returns it.
 
         Authorization is off, as everything listens on 127.0.0.1 only.
         """
@@ -100,6 +101,7 @@ class RunDir:
         config |= {"model_store": str(self.model_store), "disable_token_authorization": "true"}
         if (ROOT / "metrics.yaml").exists():
             config["metrics_config"] = str(ROOT / "metrics.yaml")
+        config |= properties
         text = "".join(f"{key}={value}\n" for key, value in config.items())
         (self.path / "config.properties").write_text(text, encoding="utf-8")
         return config

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -28,11 +29,17 @@ _DIED = "Backend worker process died."
 
 
 def start(
-    port: int, options: ArchiveOptions, *, foreground: bool = False, archive_format: str = "no-archive"
+    port: int,
+    options: ArchiveOptions,
+    *,
+    foreground: bool = False,
+    archive_format: str = "no-archive",
+    properties: Mapping[str, str] | None = None,
 ) -> tuple[RunDir, subprocess.Popen[bytes]]:
     """Package the model, start a server at `port` and the two ports after it, and wait until it answers.
 
-    With `foreground` the frontend's warnings go to this terminal, otherwise to logs/console.log.
+    With `foreground` the frontend's warnings go to this terminal, otherwise to logs/console.log. `properties` come
+    before those of config.properties.
 
     Raises:
         ServerError: one line that says what is wrong; nothing is left running.
@@ -45,7 +52,7 @@ def start(
     process = None
     try:
         package(run.model_store, options, name=MODEL, archive_format=archive_format)
-        config = run.write_config()
+        config = run.write_config(properties or {})
         with (run.logs / "console.log").open("wb") as console:
             process = subprocess.Popen(
                 run.command(java, config),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 
 from scripts.package_archive import ArchiveOptions
@@ -49,22 +50,42 @@ class Server:
         return found
 
     def ranks(self) -> dict[int, int]:
-        """Process id of each rank."""
-        found = {}
-        for process in marked(self.run.token):
-            environment = process.environ()
-            if "model_service_worker" in " ".join(process.cmdline()) and "RANK" in environment:
-                found[int(environment["RANK"])] = process.pid
-        return found
+        """Process id of each rank, where there is one worker."""
+        return {int(process.environ()["RANK"]): process.pid for process in self.rank_processes()}
+
+    def rank_processes(self) -> list[psutil.Process]:
+        """All ranks of all workers."""
+        return [
+            process
+            for process in marked(self.run.token)
+            if "model_service_worker" in " ".join(process.cmdline()) and "RANK" in process.environ()
+        ]
 
 
 @contextmanager
-def serving(checkpoint: Path, ranks: int, *, mar: bool = False, **handler: Any) -> Iterator[Server]:
-    """A server of `checkpoint`; with `mar` from one file that holds the weights too."""
+def serving(
+    checkpoint: Path,
+    ranks: int,
+    *,
+    mar: bool = False,
+    frontend: Mapping[str, Any] | None = None,
+    properties: Mapping[str, str] | None = None,
+    **handler: Any,
+) -> Iterator[Server]:
+    """A server of `checkpoint`; with `mar` from one file that holds the weights too.
+
+    `frontend` are TorchServe's keys in model-config.yaml, `properties` those in config.properties.
+    """
     options = ArchiveOptions(
-        checkpoint, ranks, include_weights=mar, device="cpu", handler={"dtype": "float32", **handler}
+        checkpoint,
+        ranks,
+        include_weights=mar,
+        device="cpu",
+        handler={"dtype": "float32", **handler},
+        frontend=frontend or {},
     )
-    run, process = start(free_port(), options, archive_format="default" if mar else "no-archive")
+    archive_format = "default" if mar else "no-archive"
+    run, process = start(free_port(), options, archive_format=archive_format, properties=properties)
     try:
         yield Server(run, checkpoint)
     finally:

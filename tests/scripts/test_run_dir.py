@@ -64,7 +64,7 @@ def test_two_servers_share_nothing(run: RunDir) -> None:
 
 
 def test_config_has_the_ports_on_this_machine_only(run: RunDir) -> None:
-    config = run.write_config()
+    config = run.write_config({})
     assert config == read_properties((run.path / "config.properties").read_text(encoding="utf-8"))
     addresses = [config[name] for name in ("inference_address", "management_address", "metrics_address")]
     assert addresses == ["http://127.0.0.1:9000", "http://127.0.0.1:9001", "http://127.0.0.1:9002"]
@@ -81,7 +81,7 @@ def test_ranks_find_this_python_first(run: RunDir) -> None:
 
 @pytest.mark.parametrize("major", [17, 25])
 def test_command(run: RunDir, major: int) -> None:
-    command = run.command(Java("java", major), run.write_config())
+    command = run.command(Java("java", major), run.write_config({}))
     assert command[0] == "java"
     assert f"-Djava.io.tmpdir={run.temporary}" in command
     assert {"-Xmx1g", "-Xms64m"} < set(command)
