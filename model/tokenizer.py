@@ -47,7 +47,7 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     tokenizer = _sentencepiece(metadata, pieces, kinds, ids) if model == "llama" else _bpe(metadata, pieces, kinds)
     tokenizer.bos_id, tokenizer.eos_id = ids["bos"], ids["eos"]
     tokenizer.pad_id = -1 if ids["padding"] is None else ids["padding"]
-    tokenizer.adds_bos = bool(metadata.get(_PREFIX + "add_bos_token", tokenizer.adds_bos))
+    tokenizer.adds_bos = _flag(metadata, "add_bos_token", tokenizer.adds_bos)
     template = metadata.get("tokenizer.chat_template") or None
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"tokenizer.chat_template is {template!r:.60}, expected a text")
@@ -59,8 +59,10 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
 def _list(metadata: dict[str, Any], key: str, kind: type, length: int | None = None) -> list[Any]:
     """A list of `kind`s; of `length` entries where that is given."""
     value = metadata.get(_PREFIX + key)
-    if value is None or not isinstance(value, (list, tuple)) or not value:
+    if value is None or value == []:
         raise CheckpointError(f"{_PREFIX}{key} is missing or empty; the file holds no complete tokenizer")
+    if not isinstance(value, (list, tuple)):
+        raise CheckpointError(f"{_PREFIX}{key} is {value!r:.60}, expected a list")
     if length is not None and len(value) != length:
         raise CheckpointError(f"{_PREFIX}{key} has {len(value)} entries, {_PREFIX}tokens has {length}")
     kinds = (int, float) if kind is float else kind
@@ -70,6 +72,13 @@ def _list(metadata: dict[str, Any], key: str, kind: type, length: int | None = N
     if kind is str:
         check_unicode(value, _PREFIX + key)
     return list(value)
+
+
+def _flag(metadata: dict[str, Any], key: str, default: bool) -> bool:
+    value = metadata.get(_PREFIX + key, default)
+    if not isinstance(value, int):
+        raise CheckpointError(f"{_PREFIX}{key} is {value!r:.60}, expected true or false")
+    return bool(value)
 
 
 def _named_ids(metadata: dict[str, Any], n_words: int, *, llama: bool) -> dict[str, int | None]:
@@ -116,7 +125,7 @@ def _sentencepiece(
         kinds,
         bos_id=ids["bos"],
         eos_id=ids["eos"],
-        add_dummy_prefix=bool(metadata.get(_PREFIX + "add_space_prefix", True)),
+        add_dummy_prefix=_flag(metadata, "add_space_prefix", True),
     )
     return SentencePieceTokenizer.from_proto(model)
 
@@ -125,6 +134,8 @@ def _bpe(metadata: dict[str, Any], pieces: list[str], kinds: list[int]) -> Token
     pre = metadata.get(_PREFIX + "pre")
     if pre is None:
         raise CheckpointError(f"{_PREFIX}pre is missing, so it's unknown how text is cut into words; convert again")
+    if not isinstance(pre, str):
+        raise CheckpointError(f"{_PREFIX}pre is {pre!r:.60}, expected a text")
     merges: list[tuple[str, str]] = []
     for merge in _list(metadata, "merges", str):
         first, _, second = merge.partition(" ")

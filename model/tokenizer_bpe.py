@@ -66,10 +66,13 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "smollm": PreTokenizer(_smollm),
     "gpt-2": PreTokenizer(lambda: byte_level(True)),
     "default": PreTokenizer(_gguf_default),
-    "llama-bpe": PreTokenizer(_llama3, whole_words=True, adds_bos=True),
-    "llama3": PreTokenizer(_llama3, whole_words=True, adds_bos=True),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+        PreTokenizer(_llama3, whole_words=True, adds_bos=True),
+    ),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), PreTokenizer(_llama3)),
 }
-"""By the name in GGUF's `tokenizer.ggml.pre`."""
+"""By the name in GGUF's `tokenizer.ggml.pre`; of several for the same the first is written."""
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -184,7 +184,7 @@ def _config(path: Path, metadata: dict[str, Any], tensors: Mapping[str, TensorIn
     _check_plain_llama(keys)
     n_layers, dim = keys.integer("llama.block_count"), keys.integer("llama.embedding_length")
     check_layers(path, "llama.block_count", n_layers, tensors)
-    n_heads = keys.integer("llama.attention.head_count")
+    n_heads = keys.per_layer("llama.attention.head_count", n_layers)
     if n_heads < 1:
         keys.refuse("llama.attention.head_count", "at least 1")
     head_dim = keys.integer("llama.attention.key_length", dim // n_heads)
@@ -198,9 +198,9 @@ def _config(path: Path, metadata: dict[str, Any], tensors: Mapping[str, TensorIn
         dim=dim,
         n_layers=n_layers,
         n_heads=n_heads,
-        n_kv_heads=keys.integer("llama.attention.head_count_kv", n_heads),
+        n_kv_heads=keys.per_layer("llama.attention.head_count_kv", n_layers, n_heads),
         head_dim=head_dim,
-        hidden_dim=keys.integer("llama.feed_forward_length"),
+        hidden_dim=keys.per_layer("llama.feed_forward_length", n_layers),
         vocab_size=vocab_size,
         max_seq_len=keys.integer("llama.context_length"),
         norm_eps=keys.number("llama.attention.layer_norm_rms_epsilon"),
@@ -254,14 +254,33 @@ class _Keys:
         self.values = values
 
     def refuse(self, key: str, expected: str) -> NoReturn:
-        value = repr(self.values[key]) if key in self.values else "missing"
-        raise CheckpointError(f"checkpoint {self.path}: {key} is {value[:80]}, expected {expected}")
+        value = self.values.get(key)
+        if isinstance(value, list):
+            shown = f"a list of {len(value)} values"
+        else:
+            shown = repr(value)[:80] if key in self.values else "missing"
+        raise CheckpointError(f"checkpoint {self.path}: {key} is {shown}, expected {expected}")
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             self.refuse(key, "an integer")
         return value
+
+    def per_layer(self, key: str, n_layers: int, default: int | None = None) -> int:
+        """An integer, or a list of the same one for each layer."""
+        value = self.values.get(key)
+        if not isinstance(value, list):
+            return self.integer(key, default)
+        if len(value) != n_layers or any(type(item) is not int for item in value):
+            self.refuse(key, f"an integer, or one for each of the {n_layers} layers")
+        if len(set(value)) != 1:
+            raise CheckpointError(
+                f"checkpoint {self.path}: {key} is {min(value)} to {max(value)} depending on the layer, expected the "
+                "same in all: layers of different sizes aren't supported"
+            )
+        first: int = value[0]
+        return first
 
     def number(self, key: str, default: float | None = None) -> float:
         """A float32 gives the shortest decimal that means it, so that 1e-5 is 1e-5 as in other formats."""

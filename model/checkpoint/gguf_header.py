@@ -44,13 +44,25 @@ SCALARS = {
     GGUFValueType.BOOL: "?",
 }
 SMALLEST_KEY = 8 + 4 + 1  # bytes of a key without letters and a one-byte value
+SMALLEST_LIST = 4 + 8
 SMALLEST_TENSOR = 8 + 4 + 4 + 8
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands for a value that isn't read here, so that only a key that is asked for is refused."""
+
+    what: str
+    """Fits into "KEY is ..., expected ..."."""
+
+    def __repr__(self) -> str:
+        return self.what
 
 
 @dataclass(frozen=True)
 class Header:
     metadata: dict[str, Any]
-    """Every key with its value as plain Python: str, int, float, bool, or a list of them."""
+    """Every key with its value as plain Python: str, int, float, bool, a list of them, or `Unreadable`."""
     tensors: dict[str, TensorInfo]
     """By GGUF's name; all lie wholly inside the file."""
 
@@ -164,19 +176,19 @@ class _Cursor:
                 f"but has {len(self.data)} bytes; fetch it again"
             )
 
-    def string(self, what: str) -> str:
+    def string(self) -> str | Unreadable:
         (size,) = self.unpack("Q")
         start = self.take(size)
         try:
             return self.data[start : start + size].decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(
-                f"checkpoint {self.path}: {what} at byte {start} isn't UTF-8 ({error.reason}); the file is broken"
-            ) from error
+        except UnicodeDecodeError:
+            return Unreadable(f"a text that isn't UTF-8 (at byte {start})")
 
     def name(self, what: str) -> str:
         """A string that messages can show."""
-        value = self.string(what)
+        value = self.string()
+        if isinstance(value, Unreadable):
+            raise CheckpointError(f"checkpoint {self.path}: {what} is {value}; the file is broken")
         if len(value) > MAX_NAME or not value.isprintable():
             raise CheckpointError(
                 f"checkpoint {self.path}: {what} is {value[:80]!r} ({len(value)} characters), expected at most "
@@ -188,20 +200,31 @@ class _Cursor:
         """The value of the metadata key `key`, of the type `number`."""
         kind = self._kind(key, number)
         if kind is GGUFValueType.STRING:
-            return self.string(key)
+            return self.string()
         if kind is not GGUFValueType.ARRAY:
             return self.unpack(SCALARS[kind])[0]
+        value, inner = self._list(key)
+        if not inner:
+            return value
+        while inner:  # they follow one another, whatever the depth
+            inner += self._list(key)[1] - 1
+        return Unreadable("a list of lists")
+
+    def _list(self, key: str) -> tuple[Any, int]:
+        """The next list's values; or, of a list of lists, how many lists follow."""
         item_number, count = self.unpack("IQ")
         item = self._kind(key, item_number)
         if item is GGUFValueType.ARRAY:
-            raise CheckpointError(f"checkpoint {self.path}: {key} is a list of lists, which isn't read here")
+            self.check_count(count, SMALLEST_LIST, f"values of {key}")
+            return [], count
         if item is GGUFValueType.STRING:
             self.check_count(count, 8, f"values of {key}")
-            return [self.string(key) for _ in range(count)]
+            texts = [self.string() for _ in range(count)]
+            return next((text for text in texts if isinstance(text, Unreadable)), texts), 0
         dtype = np.dtype("<" + SCALARS[item])
         self.check_count(count, dtype.itemsize, f"values of {key}")
         start = self.take(count * dtype.itemsize)
-        return np.frombuffer(self.data[start : self.offset], dtype).tolist()
+        return np.frombuffer(self.data[start : self.offset], dtype).tolist(), 0
 
     def _kind(self, key: str, number: int) -> GGUFValueType:
         try:

@@ -103,6 +103,9 @@ def _fields_of_each_type() -> dict[str, object]:
         "a.list.of.numbers": [1, 2, 3],
         "a.list.of.fractions": [0.5, 1.5],
         "a.list.of.flags": [True, False],
+        "a.list.of.lists": [[[1], [2, 3]], [["a"]]],
+        "a.text.in.latin.1": b"caf\xe9",
+        "llama.attention.head_count": [CONFIG.n_heads] * CONFIG.n_layers,
     }
 
 

@@ -152,6 +152,18 @@ class TestConfiguration:
         path = save_gguf(tmp_path / "m.gguf", config, random_weights(config), fields=fields)
         assert open_checkpoint(path).config == config
 
+    def test_sizes_by_layer(self, tmp_path: Path) -> None:
+        """A list with the same value for each layer is that value."""
+        fields = {
+            "llama.attention.head_count": [CONFIG.n_heads] * CONFIG.n_layers,
+            "llama.attention.head_count_kv": [CONFIG.n_kv_heads] * CONFIG.n_layers,
+            "llama.feed_forward_length": [CONFIG.hidden_dim] * CONFIG.n_layers,
+        }
+        checkpoint = open_checkpoint(save_gguf(tmp_path / "m.gguf", CONFIG, WEIGHTS, fields=fields))
+        assert checkpoint.config == CONFIG
+        for name, weight in WEIGHTS.items():
+            assert torch.equal(checkpoint.read(name), weight), name
+
     def test_metadata_equals_the_gguf_package(self, tmp_path: Path) -> None:
         fields = sentencepiece_fields(train_sentencepiece(tmp_path / "tokenizer.model"))
         fields |= {"a.bool": True, "a.flags": [True, False], "a.text": "ä漢", "an.empty": "", "a.number": 2.5}
@@ -189,7 +201,19 @@ class TestConfiguration:
             ({"llama.embedding_length": 130}, r"\(384, 128\), but the configuration says \(384, 130\)"),
             ({"llama.attention.head_count": 0}, "head_count is 0, expected at least 1"),
             ({"llama.attention.head_count": "8"}, "head_count is '8', expected an integer"),
-            ({"llama.attention.head_count_kv": [2, 2]}, r"head_count_kv is \[2, 2\]"),
+            (
+                {"llama.attention.head_count_kv": [2, 1]},
+                r"head_count_kv is 1 to 2 depending on the layer, expected the",
+            ),
+            ({"llama.feed_forward_length": [96, 0]}, r"feed_forward_length is 0 to 96 depending on the layer"),
+            (
+                {"llama.attention.head_count": [8]},
+                r"head_count is a list of 1 values, expected .* of the 2 layers",
+            ),
+            ({"llama.attention.head_count": [8] * 3}, r"head_count is a list of 3 values"),
+            ({"llama.attention.head_count": [8.0, 8.0]}, r"head_count is a list of 2 values"),
+            ({"llama.attention.head_count": [0, 0]}, r"head_count is a list of 2 values, expected at least 1"),
+            ({"llama.attention.key_length": [16, 16]}, r"key_length is a list of 2 values, expected an integer"),
             ({"llama.attention.head_count_kv": 4}, r"wk.weight has shape \(32, 128\), .* \(64, 128\)"),
             ({"llama.rope.dimension_count": 8}, "dimension_count is 8, expected 16"),
             ({"llama.attention.value_length": 32}, "value_length is 32, expected 16"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from model.checkpoint import open_checkpoint
+from model.checkpoint.gguf import GGUFCheckpoint
 from model.config import CheckpointError
 from tests.model.limits import little_memory
 from tests.model.tiny import random_weights, save_gguf, tiny_config
@@ -43,9 +45,14 @@ def test_not_a_model(tmp_path: Path, content: bytes, message: str) -> None:
         (struct.pack("<QQQ", 0, 1, 2**63) + bytes(16), "9223372036854775808 more bytes"),
         (struct.pack("<QQQ1sIIQ", 0, 1, 1, b"a", 9, 0, 2**62), "4611686018427387904 values of a"),
         (struct.pack("<QQQ1sIIQ", 0, 1, 1, b"a", 9, 8, 2**62), "4611686018427387904 values of a"),
-        (struct.pack("<QQQ1sIIQ", 0, 1, 1, b"a", 9, 9, 1), "list of lists"),
+        (struct.pack("<QQQ1sIIQ", 0, 1, 1, b"a", 9, 9, 2**62), "4611686018427387904 values of a"),
+        (struct.pack("<QQQ1sIIQIQ", 0, 1, 1, b"a", 9, 9, 1, 0, 2**62), "4611686018427387904 values of a"),
+        (struct.pack("<QQQ1sIIQIQ", 0, 1, 1, b"a", 9, 9, 1, 9, 2), "2 values of a"),
+        (struct.pack("<QQQ1sIIQIQIQ", 0, 1, 1, b"a", 9, 9, 1, 9, 1, 8, 1), "1 values of a"),
+        (struct.pack("<QQQ1sIIQIQ", 0, 1, 1, b"a", 9, 9, 1, 13, 0), "a has the value type 13"),
+        (struct.pack("<QQQ1sIQ", 0, 1, 1, b"a", 8, 2) + b"\xff", "2 more bytes are needed"),
         (struct.pack("<QQQ1sIQ", 0, 1, 1, b"a", 13, 0), "a has the value type 13"),
-        (struct.pack("<QQQ1sIQ1s", 0, 1, 1, b"a", 8, 1, b"\xff"), "isn't UTF-8"),
+        (struct.pack("<QQQ1sI4x", 0, 1, 1, b"\xff", 4), r"a metadata key is a text that isn't UTF-8 \(at byte 32\)"),
         (
             struct.pack("<QQQ2sIQ", 0, 1, 2, b"a\n", 4, 0),
             r"a metadata key is 'a\\n' \(2 characters\), expected at most",
@@ -78,6 +85,59 @@ def test_values_that_can_not_be(tmp_path: Path, body: bytes, message: str) -> No
     path.write_bytes(b"GGUF" + struct.pack("<I", 3) + body)
     with little_memory(), pytest.raises(CheckpointError, match=message):
         open_checkpoint(path)
+
+
+def test_what_nobody_reads(tmp_path: Path) -> None:
+    """Lists in lists of any depth, and a text in another encoding: passed over to what lies behind them."""
+    config = tiny_config()
+    fields = {
+        "a.first": [[[1, 2], [3]], [[4, 5, 6]]],
+        "a.second": [["x", "yz"], [""]],
+        "general.author": "Renée".encode("latin-1"),
+        "a.third": ["x", b"\xff", "y"],
+        "a.last": 7,
+    }
+    checkpoint = open_checkpoint(save_gguf(tmp_path / "m.gguf", config, random_weights(config), fields=fields))
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    assert checkpoint.config == config
+    assert checkpoint.metadata["a.last"] == 7
+    shown = [repr(checkpoint.metadata[key]) for key in ("a.first", "a.second", "general.author", "a.third")]
+    assert shown[:2] == ["a list of lists"] * 2
+    assert all(text.startswith("a text that isn't UTF-8 (at byte ") for text in shown[2:])
+
+
+def test_very_deep_lists(tmp_path: Path) -> None:
+    """No stack is needed for them."""
+    path = tmp_path / "m.gguf"
+    deep = struct.pack("<IQ", 9, 1) * 100_000 + struct.pack("<IQ", 4, 0)
+    body = struct.pack("<QQQ1sI", 0, 1, 1, b"a", 9) + deep
+    path.write_bytes(b"GGUF" + struct.pack("<I", 3) + body)
+    with pytest.raises(CheckpointError, match=r"general\.architecture is missing"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"general.architecture": b"ll\xff"}, r"general\.architecture is a text that isn't UTF-8 \(at byte \d+\), exp"),
+        ({"general.alignment": [[32]]}, r"general\.alignment is a list of lists, expected a power of two"),
+        ({"llama.block_count": [[2]]}, r"llama\.block_count is a list of lists, expected an integer"),
+        ({"llama.rope.freq_base": b"\xff"}, r"freq_base is a text that isn't UTF-8 .*, expected a finite number"),
+        ({"tokenizer.ggml.tokens": ["a", b"\xff"]}, r"ggml\.tokens is a text that isn't UTF-8 .*, expected a list of"),
+        ({"tokenizer.ggml.bos_token_id": [[1]]}, r"bos_token_id is a list of lists, expected an integer"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_read(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    """Refused by the key's name."""
+    config = tiny_config()
+    arch = fields.pop("general.architecture", "llama")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(
+            save_gguf(
+                tmp_path / "m.gguf", config, random_weights(config), fields={"general.architecture": arch, **fields}
+            )
+        )
 
 
 def test_truncated_weights(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from model.checkpoint.gguf_header import Unreadable
 from model.config import CheckpointError
 from model.tokenizer import BPETokenizer, SentencePieceTokenizer, Tokenizer, tokenizer_from_gguf
 from model.tokenizer_bpe import PRE_TOKENIZERS, byte_alphabet
@@ -283,7 +284,7 @@ class TestGGUFBPE:
         tokenizer = tokenizer_from_gguf(bpe_metadata(pre=pre, add_bos_token=None))
         for text in [*TEXTS, *CORPUS.splitlines(), "don't 12345 $a+b= x\n\n y"]:
             assert tokenizer.decode(tokenizer.encode(text, bos=True, eos=True)) == text
-        assert tokenizer.adds_bos == pre.startswith("llama")
+        assert tokenizer.adds_bos == (pre not in ("smollm", "gpt-2", "default", "smaug-bpe", "dbrx"))
 
     @pytest.mark.parametrize(
         ("pre", "words"),
@@ -330,6 +331,9 @@ class TestGGUFBPE:
         [
             ({"pre": "deepseek-llm"}, "deepseek-llm.*smollm"),
             ({"pre": None}, "pre is missing"),
+            ({"pre": 3}, "pre is 3, expected a text"),
+            ({"add_bos_token": "false"}, "add_bos_token is 'false', expected true or false"),
+            ({"merges": Unreadable("a list of lists")}, "merges is a list of lists, expected a list"),
             ({"merges": None}, "merges is missing"),
             ({"merges": ["no such"]}, "merges"),
             ({"merges": [1]}, r"merges\[0\] is 1, expected a text"),

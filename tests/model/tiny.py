@@ -297,6 +297,8 @@ def _add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, bytes):  # a text, whether it is UTF-8 or not
+        writer.add_key_value(key, value, gguf.GGUFValueType.STRING)
     elif value is not None:
         writer.add_array(key, value)
 
