@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint, its configuration or its tokenizer can't be used; the message says what to do."""
+
+
+def whole(value: Any) -> Any:
+    """A value from JSON; a number without a fraction, such as 512.0, as the integer it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @dataclass(frozen=True)

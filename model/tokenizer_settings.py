@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .config import CheckpointError
+from .config import CheckpointError, whole
 from .tokenizer_json import AddedToken, check_unicode, is_id, merge_added
 from .tokenizer_spm import what_it_is
 
@@ -77,7 +77,8 @@ class Settings:
     def ids(self, name: str, key: str) -> list[int]:
         """The ids under `key` in `config.json` or `generation_config.json`: none, one or a list."""
         value = {"config.json": self.model, "generation_config.json": self.generation}[name].get(key)
-        found = value if isinstance(value, list) else [] if value in (None, -1) else [value]
+        values = value if isinstance(value, list) else [] if value in (None, -1) else [value]
+        found = [whole(token_id) for token_id in values]
         if not all(is_id(token_id) for token_id in found):
             raise self._error(name, key, value, "an id or a list of ids")
         return found

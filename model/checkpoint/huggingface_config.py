@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from model.config import CheckpointError, ModelConfig
+from model.config import CheckpointError, ModelConfig, whole
 from model.rope import linear_factors, llama3_factors
 
 from .base import describe_file
+
+logger = logging.getLogger(__name__)
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 MAX_JSON = 16 * 1024 * 1024
@@ -37,8 +40,8 @@ class Values:
         raise CheckpointError(f"checkpoint {self.file}: {self._prefix}{key} is {value}, expected {expected}")
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A size: at least 1."""
-        value = self.values.get(key, default)
+        """A size: at least 1. Some programs write 512.0 for 512."""
+        value = whole(self.values.get(key, default))
         if type(value) is not int or value < 1:
             self.refuse(key, "an integer of at least 1")
         return value
@@ -109,8 +112,11 @@ def read_config(file: Path) -> Values:
 
 def _check_plain_llama(values: Values) -> None:
     named = values.values
-    if ("architectures" in named or "model_type" not in named) and named.get("architectures") != [ARCHITECTURE]:
-        values.refuse("architectures", f"['{ARCHITECTURE}'], the only architecture served")
+    classes = named.get("architectures")
+    if ("architectures" in named or "model_type" not in named) and classes != [ARCHITECTURE]:
+        if not isinstance(classes, list) or ARCHITECTURE not in classes:
+            values.refuse("architectures", f"['{ARCHITECTURE}'], the only architecture served")
+        logger.warning("%s: architectures is %.80s; served as %s", values.file, classes, ARCHITECTURE)
     if named.get("model_type", MODEL_TYPE) != MODEL_TYPE:
         values.refuse("model_type", f"'{MODEL_TYPE}', the only architecture served")
     for key in ("quantization_config", "compression_config", "quantization"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,38 @@ def test_rope_and_harmless_values(tmp_path: Path, values: dict[str, Any], factor
     assert config.rope_theta == 10000
 
 
+def test_whole_floats_are_integers(tmp_path: Path) -> None:
+    """Of every size, as some programs write them."""
+    floats = {
+        "hidden_size": float(CONFIG.dim),
+        "num_hidden_layers": float(CONFIG.n_layers),
+        "num_attention_heads": float(CONFIG.n_heads),
+        "num_key_value_heads": float(CONFIG.n_kv_heads),
+        "head_dim": float(CONFIG.head_dim),
+        "intermediate_size": float(CONFIG.hidden_dim),
+        "vocab_size": float(CONFIG.vocab_size),
+        "max_position_embeddings": float(CONFIG.max_seq_len),
+    }
+    original = {"rope_scaling": {"type": "llama3", **LLAMA3, "original_max_position_embeddings": 64.0}}
+    config = open_checkpoint(save_huggingface(tmp_path, CONFIG, WEIGHTS, values=floats | original)).config
+    assert dataclasses.replace(config, rope_factors=None) == CONFIG
+    assert config.rope_factors == llama3_factors(16, 10000.0, original_max_seq_len=64)
+    for field in dataclasses.fields(config):
+        assert type(getattr(config, field.name)) is type(getattr(CONFIG, field.name)) or field.name == "rope_factors"
+
+
+def test_one_architecture_among_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Served as Llama, and said."""
+    path = save_huggingface(tmp_path, CONFIG, WEIGHTS, values={"architectures": ["LlamaModel", "LlamaForCausalLM"]})
+    assert open_checkpoint(path).config == CONFIG
+    assert caplog.messages == [
+        f"{path / 'config.json'}: architectures is ['LlamaModel', 'LlamaForCausalLM']; served as LlamaForCausalLM"
+    ]
+    caplog.clear()
+    open_checkpoint(save_huggingface(tmp_path, CONFIG, WEIGHTS))
+    assert caplog.messages == []
+
+
 @report("B128", "karpathy/llama2.c#356")
 def test_rope_theta(tmp_path: Path) -> None:
     """B128: the base is read from either place, from `rope_parameters` first."""
@@ -71,6 +104,15 @@ def test_rope_theta(tmp_path: Path) -> None:
             r"architectures is \['MistralForCausalLM'\], .*'LlamaForCausal",
         ),
         ({"architectures": ["LlamaModel"]}, "LlamaModel"),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            r"architectures is 'LlamaForCausalLM', expected \['LlamaForCausalLM'\]",
+        ),
+        ({"architectures": []}, r"architectures is \[\]"),
+        (
+            {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"], "model_type": "mistral"},
+            "model_type is 'mistral'",
+        ),
         ({"architectures": None, "model_type": None}, "architectures is missing"),
         ({"architectures": None, "model_type": "qwen2"}, "model_type is 'qwen2', expected 'llama'"),
         ({"model_type": "mistral"}, "model_type is 'mistral'"),
@@ -110,6 +152,9 @@ def test_rope_theta(tmp_path: Path) -> None:
         ({"num_hidden_layers": 3}, r"num_hidden_layers in config\.json is 3, but the files hold 2 layers"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers"),
         ({"intermediate_size": "96"}, "intermediate_size is '96'"),
+        ({"max_position_embeddings": 512.5}, "max_position_embeddings is 512.5, expected an integer of at least 1"),
+        ({"max_position_embeddings": float("inf")}, "max_position_embeddings is inf, expected an integer"),
+        ({"max_position_embeddings": 0.0}, "max_position_embeddings is 0.0, expected an integer of at least 1"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rms_norm_eps": -1e-5}, r"config\.json: .*norm_eps is -1e-05"),
     ],

@@ -204,7 +204,7 @@ class TestStops:
         assert tokenizer_from_directory(tmp_path).stop_ids == {562, 563, 564}
 
     def test_ids_alone(self, tmp_path: Path) -> None:
-        save(tmp_path, byte_level_document("smollm"), config={"bos_token_id": 1, "eos_token_id": [2, 0]})
+        save(tmp_path, byte_level_document("smollm"), config={"bos_token_id": 1.0, "eos_token_id": [2, 0.0]})
         tokenizer = tokenizer_from_directory(tmp_path)
         assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
         assert tokenizer.stop_ids == {0, 2}
@@ -223,6 +223,7 @@ class TestStops:
         [
             ({"config": {"eos_token_id": "2"}}, r"config\.json: eos_token_id is '2', expected an id"),
             ({"config": {"eos_token_id": [2, None]}}, "eos_token_id"),
+            ({"config": {"eos_token_id": 2.5}}, "eos_token_id is '?2.5'?, expected an id"),
             ({"generation_config": {"eos_token_id": 560}}, r"generation_config\.json: eos_token_id is 560.*560 tokens"),
             ({"tokenizer_config": {"eos_token": "<none>"}}, r"tokenizer_config\.json: eos_token is '<none>'"),
             ({"tokenizer_config": {"bos_token": 1}}, "bos_token is '1', expected a text"),
