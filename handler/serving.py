@@ -21,6 +21,7 @@ from model.linear import QUANTIZATIONS
 from model.llama import Llama
 from model.loader import load_model
 from model.process import die_with_parent, own_cores
+from model.progress import Progress, ProgressLines, loading_label
 
 from .building import ServingContext
 from .settings import HandlerSettings, load_settings
@@ -64,7 +65,7 @@ def start_serving(
         params_path=settings.model_args,
         kv_cache_tokens=settings.kv_cache_tokens,
         kv_cache_memory=settings.kv_cache_memory,
-        progress=_log_progress,
+        progress=_log_progress(settings),
     )
     engine = _make_engine(model, settings)
     _warm_up(engine)
@@ -138,7 +139,7 @@ def _warm_up(engine: Engine) -> None:
     engine.meter = Meter()
 
 
-def _log_progress(done: int, total: int) -> None:
-    """A line for each tenth of the tensors, from one of the ranks."""
-    if os.environ.get("RANK", "0") == "0" and done * 10 // total != (done - 1) * 10 // total:
-        logger.info("loading: %d %%, %d of %d tensors", done * 100 // total, done, total)
+def _log_progress(settings: HandlerSettings) -> Progress:
+    """Lines in the log, from one of the ranks: they load alike."""
+    shown = os.environ.get("RANK", "0") == "0"
+    return ProgressLines(loading_label(settings.quantization), logger.info if shown else lambda line: None)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from .llama import Llama
 from .memory import check_memory
 from .parallel import Shard, part_of, plan_shards
 from .process import cpu_threads
-from .progress import Progress, terminal_progress
+from .progress import Progress, loading_label, terminal_progress
 from .tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,7 +88,8 @@ def load_model(
         tokenizer_path, params_path: where they don't lie beside the weights, see `open_checkpoint`.
         kv_cache_tokens, kv_cache_memory: size of the cache that will be made for the model, in tokens or bytes per
             rank, so that it is known to fit too.
-        progress: called with (tensors read, tensors in all); None = a bar where there is a terminal.
+        progress: called with (bytes of the checkpoint loaded, bytes in all) at the start and after each layer, where
+            it is packed; None = a bar where there is a terminal.
 
     Raises:
         CheckpointError: naming file, tensor or value, and what to do.
@@ -123,7 +125,7 @@ def load_model(
         )
         comm.barrier()  # no rank takes memory that another still counts as free
         model = Llama(config, comm, chosen_dtype, chosen, context, quantization)
-        with terminal_progress("loading", shown=progress is None and comm.rank == 0) as bar:
+        with terminal_progress(loading_label(quantization), shown=progress is None and comm.rank == 0) as bar:
             load_weights(model, source, progress or bar)
     return model, tokenizer
 
@@ -143,31 +145,42 @@ def load_weights(model: Llama, source: Checkpoint, progress: Progress | None = N
     Raises:
         CheckpointError: NaN or infinite numbers, naming file and tensor.
     """
-    total, done = len(parameter_shapes(model.config)), 0
+    sizes = {name: source.stored_bytes(name) for name in parameter_shapes(model.config)}
+    total, done = sum(sizes.values()), 0
+
+    def advance(names: Iterable[str] = ()) -> None:
+        nonlocal done
+        done += sum(sizes[name] for name in names)
+        if progress:
+            progress(done, total)
 
     def fill(targets: dict[str, Tensor]) -> None:
-        nonlocal done
         for name, target in targets.items():
             source.read_into(target, name, *(part_of(name, model.shard, model.config.head_dim) or ()))
             _check_finite(target, name, source)
-            done += 1
-            if progress:
-                progress(done, total)
 
+    advance()
     embedding = _weight(model.output) if model.tok_embeddings is None else model.tok_embeddings
     fill({"tok_embeddings.weight": embedding})
+    advance(["tok_embeddings.weight"])
     plain: list[Tensor] = []
     for i, layer in enumerate(model.layers):
         plain = plain or [_weight(linear) for linear in layer.linears]
         for linear, memory in zip(layer.linears, plain, strict=True):
             if linear.kind != "plain":  # it will be packed: until then it uses the memory of the first layer's
                 linear.weight = memory
-        fill(_layer_targets(model, i))
+        targets = _layer_targets(model, i)
+        fill(targets)
         for linear in layer.linears:
             linear.pack()
+        advance(targets)
     plain.clear()
-    fill({"norm.weight": model.norm} | ({} if model.config.tied_output else {"output.weight": _weight(model.output)}))
+    targets = {"norm.weight": model.norm}
+    if not model.config.tied_output:
+        targets["output.weight"] = _weight(model.output)
+    fill(targets)
     model.loaded()
+    advance(targets)
 
 
 def _check_finite(target: Tensor, name: str, source: Checkpoint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import re
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from types import FrameType
 
 import requests
 
+from model.progress import PROGRESS_LINE
 from scripts.java import find_java
 from scripts.package_archive import ArchiveOptions, PackagingError, add_model_arguments, archive_options, package
 from scripts.processes import end, marked
@@ -23,6 +25,8 @@ from scripts.run_dir import ROOT, RunDir, ServerError, check_ports, path_of
 MODEL = "llama2"
 STARTUP_TIMEOUT = 1200.0
 """Seconds; the same as model-config.yaml's startupTimeout."""
+PROGRESS_INTERVAL = 2.0
+"""Least seconds between two lines of progress; a model that is loaded in less has none."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOAD_FAILED = re.compile(r"Failed to load model \S+(?: \w+ OOM)?, exception (.*)")
 _DIED = "Backend worker process died."
@@ -86,19 +90,43 @@ def check_free(port: int) -> None:
     check_ports(port)
 
 
+class LoadingProgress:
+    """Repeats on standard error what the model's log says of loading, so that standard output is the result's."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._line, self._since = "", math.inf
+
+    def show(self) -> None:
+        """Print the newest line, if there is one and it is time."""
+        line = next((line for line in reversed(_messages(self._logs / "model_log.log")) if _is_progress(line)), "")
+        now = time.monotonic()
+        if line and self._since == math.inf:
+            self._since = now
+        elif line != self._line and now - self._since >= PROGRESS_INTERVAL:
+            print(line, file=sys.stderr, flush=True)
+            self._line, self._since = line, now
+
+
+def _is_progress(line: str) -> bool:
+    return PROGRESS_LINE.match(line) is not None
+
+
 def wait_ready(run: RunDir, process: subprocess.Popen[bytes]) -> None:
-    """Return once a real request was answered.
+    """Return once a real request was answered; how far loading is goes to standard error.
 
     Raises:
         ServerError: the frontend ended, the model can't be loaded, or the answer is an error.
     """
     deadline = time.monotonic() + STARTUP_TIMEOUT
+    progress = LoadingProgress(run.logs)
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ServerError(f"TorchServe ended with status {process.returncode}: {_last_line(run.logs)}")
         if load_error(run.logs):
             time.sleep(0.5)  # the rest of the message may still be on its way into the file
             raise ServerError(f"the model can't be loaded: {load_error(run.logs)}\n  log: {run.logs}/model_log.log")
+        progress.show()
         if _worker_ready(run) and _answers(run):
             return
         time.sleep(0.5)

@@ -102,6 +102,10 @@ class Checkpoint(ABC):
         """Contiguous views of mapped files, in which the parameter lies."""
         return []
 
+    def stored_bytes(self, name: str) -> int:
+        """Bytes that the parameter `name` takes in the files, in all of Meta's shards together."""
+        return sum(view.nbytes for view in self._mapped(name))
+
     @abstractmethod
     def _read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """`read` for arguments that were checked."""

@@ -10,20 +10,23 @@ import pytest
 
 from handler import serving
 from handler.serving import start_serving
+from handler.settings import HandlerSettings
 
 
-def test_a_line_for_each_tenth(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From rank 0 only."""
+@pytest.mark.parametrize(("rank", "lines"), [("1", 0), ("0", 11)])
+def test_a_line_for_each_tenth(
+    rank: str, lines: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From rank 0 only, with what takes the time."""
     caplog.set_level(logging.INFO)
-    for rank, lines in (("1", 0), ("0", 10)):
-        monkeypatch.setenv("RANK", rank)
-        for done in range(1, 38):
-            serving._log_progress(done, 37)
-        assert len(caplog.records) == lines
-    assert [caplog.messages[0], caplog.messages[-1]] == [
-        "loading: 10 %, 4 of 37 tensors",
-        "loading: 100 %, 37 of 37 tensors",
-    ]
+    monkeypatch.setenv("RANK", rank)
+    progress = serving._log_progress(HandlerSettings(checkpoint=Path("x"), quantization="int4"))
+    for done in range(38):
+        progress(done * 10**8, 37 * 10**8)
+    assert len(caplog.messages) == lines
+    if lines:
+        assert caplog.messages[0] == "Loading and quantizing to int4: 0.0 of 3.7 GB (0 %)"
+        assert caplog.messages[-1] == "Loading and quantizing to int4: 3.7 of 3.7 GB (100 %)"
 
 
 @pytest.mark.parametrize(

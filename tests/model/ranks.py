@@ -88,6 +88,9 @@ class Weights:
     def read_into(self, out: torch.Tensor, name: str, *part: int) -> None:
         out.copy_(self.read(name, *part))
 
+    def stored_bytes(self, name: str) -> int:
+        return self.weights[name].nbytes
+
     def where(self, name: str) -> str:
         return "memory"
 

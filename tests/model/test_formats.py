@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from model.checkpoint import open_checkpoint
+from model.checkpoint.writing import stored_bytes
 from model.collectives import Communicator
-from model.config import ModelConfig
+from model.config import ModelConfig, parameter_shapes
 from model.kv_cache import KVCache, make_batch
 from model.llama import Llama
 from model.loader import load_weights
@@ -79,6 +80,8 @@ def test_every_format_on_every_number_of_ranks(tmp_path: Path, size: str, kind: 
     path = WRITERS[kind](tmp_path / "model.gguf", config, random_weights(config))
     checkpoint = open_checkpoint(path)
     assert checkpoint.config == config
+    for name, shape in parameter_shapes(config).items():
+        assert checkpoint.stored_bytes(name) == stored_bytes(shape, checkpoint.stored_type(name)), name
 
     def on_rank(comm: Communicator) -> torch.Tensor | None:
         device = torch.device("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -17,8 +18,10 @@ from typing import Any
 import pytest
 import torch
 
+from model.checkpoint import open_checkpoint
 from model.checkpoint.meta import MetaCheckpoint
 from model.config import CheckpointError, ModelConfig, parameter_shapes
+from model.linear import Linear
 from model.llama import Llama
 from model.loader import load_model, load_weights, resolve_device, resolve_dtype
 from model.parallel import part_of, plan_shards
@@ -142,8 +145,26 @@ def test_loads_outside_torchrun(checkpoint: Path) -> None:
     assert model.max_seq_len == model.config.max_seq_len
     assert model.config.stop_ids == tokenizer.stop_ids == {2}
     assert model.config.bos_id == 1
-    total = len(parameter_shapes(model.config))
-    assert seen == [(i + 1, total) for i in range(total)]
+    with open_checkpoint(checkpoint) as source:
+        sizes = {name: source.stored_bytes(name) for name in parameter_shapes(model.config)}
+    layers = [sum(size for name, size in sizes.items() if name.startswith(f"layers.{i}.")) for i in (0, 1)]
+    steps = [0, sizes["tok_embeddings.weight"], *layers, sizes["norm.weight"] + sizes["output.weight"]]
+    assert seen == [(done, sum(sizes.values())) for done in itertools.accumulate(steps)]
+
+
+def test_progress_counts_a_layer_when_it_is_packed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantizing takes most of the time."""
+    events: list[str] = []
+    pack = Linear.pack
+
+    def noted(linear: Linear) -> None:
+        events.append("pack")
+        pack(linear)
+
+    monkeypatch.setattr(Linear, "pack", noted)
+    load_model(checkpoint, device="cpu", quantization="int4", progress=lambda done, total: events.append("told"))
+    layer = [*["pack"] * 4, "told"]
+    assert events == ["told", "told", *layer, *layer, "pack", "told"]
 
 
 class Terminal(io.StringIO):
@@ -162,7 +183,7 @@ def test_a_bar_only_on_a_terminal(
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
         load_model(checkpoint, device="cpu", dtype="float32", **arguments)
-        assert ("loading" in terminal.getvalue()) == shown
+        assert ("Loading" in terminal.getvalue()) == shown
     assert capfd.readouterr().out == ""
     second = ThreadCommunicator(1, threading.Barrier(2), [None, None])
     monkeypatch.setattr(second, "barrier", lambda: None)

@@ -52,6 +52,28 @@ def test_load_error_of_a_rank_without_a_word(tmp_path: Path) -> None:
     assert "memory" in (server.load_error(tmp_path) or "")
 
 
+def test_loading_is_told_on_standard_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest line of the model's log, at most one in two seconds; none where loading takes less."""
+    now = 1000.0
+    monkeypatch.setattr(server.time, "monotonic", lambda: now)
+    lines = [f"Loading and quantizing to int4: {i}.0 of 20.0 GB ({5 * i} %)" for i in range(4)]
+    progress = server.LoadingProgress(tmp_path)
+    told = []
+    # of the lines: how many are in the log, at which second
+    for count, second in ((0, 0), (1, 30), (2, 31), (2, 32), (2, 35), (3, 35.5), (4, 36), (4, 37), (4, 60)):
+        now = 1000.0 + second
+        log = model_log("Torch worker started.", *lines[:count], "Loading of something else")
+        (tmp_path / "model_log.log").write_text(log, encoding="utf-8")
+        progress.show()
+        output = capsys.readouterr()
+        assert output.out == ""
+        if output.err:
+            told.append((second, output.err))
+    assert told == [(32, f"{lines[1]}\n"), (35.5, f"{lines[2]}\n"), (60, f"{lines[3]}\n")]
+
+
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.properties").write_text("load_models=all\n", encoding="utf-8")
