@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model.config import CheckpointError
 from model.tokenizer import Tokenizer
+from model.tokenizer_added import AddedToken, AddedTokenFinder, alternatives
 
 from .types import Dialog, Role
 
@@ -176,10 +177,10 @@ class TemplateChatFormat:
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         self._tokenizer = tokenizer
         self._source = template
-        control = sorted(filter(None, tokenizer.control_tokens), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, control)) if control else r"(?!)")
+        control, flags = tokenizer.control_tokens, tokenizer.control_flags
+        self._control = AddedTokenFinder(AddedToken(i, text, True, flags.get(text, {})) for text, i in control.items())
         # Where a control token's text begins, also where two overlap.
-        self._control_start = re.compile(f"(?={self._control.pattern}).", re.DOTALL)
+        self._control_start = re.compile(f"(?={alternatives(control).pattern}).", re.DOTALL)
         self._markers = [m for m in LLAMA2_MARKERS if m in template and m not in tokenizer.control_tokens]
         self._template = _compile(template)
         texts = {token_id: text for text, token_id in tokenizer.control_tokens.items()}
@@ -187,6 +188,19 @@ class TemplateChatFormat:
             "bos_token": "" if tokenizer.bos_id is None else texts.get(tokenizer.bos_id, ""),
             "eos_token": "" if tokenizer.eos_id is None else texts.get(tokenizer.eos_id, ""),
         }
+        self._as_llama2 = "[INST]" in self._markers
+        if not self._as_llama2:
+            self._refuse_normalized()
+
+    def _refuse_normalized(self) -> None:
+        """Refuse a template whose control tokens transformers itself finds only in some places."""
+        written = self._source + "".join(text for name, text in self._names.items() if name in self._source)
+        for text, flags in self._tokenizer.control_flags.items():
+            if flags.get("normalized") and text in written:
+                raise CheckpointError(
+                    f"control token {text!r} of the chat template is looked for in normalized text, where it's found "
+                    "only behind a space; set normalized to false for it in tokenizer.json and tokenizer_config.json"
+                )
 
     def encode(self, dialog: Dialog, *, continue_final_message: bool = False) -> list[int]:
         validate_dialog(dialog, continue_final_message)
@@ -219,20 +233,14 @@ class TemplateChatFormat:
 
     def _ids(self, text: str, stand_ins: _StandIns) -> list[int]:
         """Control tokens by their id, the text between them as plain text."""
-        ids: list[int] = []
-        begin = 0
-        for hit in self._control.finditer(text):
-            ids += self._plain(text[begin : hit.start()], stand_ins)
-            ids.append(self._tokenizer.control_tokens[hit[0]])
-            begin = hit.end()
-        ids += self._plain(text[begin:], stand_ins)
+        parts = [stand_ins.show(part) if isinstance(part, str) else part for part in self._control.split(text)]
+        # Llama 2 was trained with a space in front of each turn, as if it were a text of its own.
+        texts = [[part] for part in parts] if self._as_llama2 else [parts]
+        ids = [token_id for text in texts for token_id in self._tokenizer.encode_parts(text)]
         bos = self._tokenizer.bos_id
         if self._tokenizer.adds_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids
-
-    def _plain(self, text: str, stand_ins: _StandIns) -> list[int]:
-        return self._tokenizer.encode(stand_ins.show(text), bos=False, eos=False) if text else []
 
 
 class _StandIns:

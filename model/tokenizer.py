@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from .config import CheckpointError
+from .tokenizer_added import AddedToken, SpaceRule
 from .tokenizer_base import TextDecoder, Tokenizer
 from .tokenizer_bpe import BPETokenizer
 from .tokenizer_directory import TURN_ENDS, tokenizer_from_directory
 from .tokenizer_json import check_unicode, is_id
 from .tokenizer_metaspace import BYTE_PIECE, MetaspaceTokenizer
-from .tokenizer_proto import BYTE, CONTROL, NORMAL, UNKNOWN, build_model
-from .tokenizer_spm import SentencePieceTokenizer
+from .tokenizer_proto import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, build_model
+from .tokenizer_spm import SentencePieceTokenizer, TextEncoder
 
 __all__ = [
     "BPETokenizer",
@@ -127,7 +128,8 @@ def _sentencepiece(
         eos_id=ids["eos"],
         add_dummy_prefix=_flag(metadata, "add_space_prefix", True),
     )
-    return SentencePieceTokenizer.from_proto(model)
+    in_text = [AddedToken(i, pieces[i].replace(SPACE, " ")) for i, kind in enumerate(kinds) if kind == USER_DEFINED]
+    return SentencePieceTokenizer.from_proto(model, TextEncoder(model, SpaceRule.MODEL, in_text))
 
 
 def _bpe(metadata: dict[str, Any], pieces: list[str], kinds: list[int]) -> Tokenizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 REPLACE_EACH_BYTE = "replace-each-byte"
 """Name of the UTF-8 error handler that writes one U+FFFD per bad byte, as SentencePiece's decoder does."""
@@ -50,6 +50,8 @@ class Tokenizer(ABC):
     """How invalid UTF-8 becomes U+FFFD: "replace" (one for each broken character) or REPLACE_EACH_BYTE."""
     control_tokens: dict[str, int]
     """Text of each control token -> its id."""
+    control_flags: Mapping[str, Mapping[str, bool]] = {}
+    """Text of a control token -> how it is found (single_word, lstrip, rstrip, normalized), where the files say it."""
     _bytes: Sequence[bytes]
 
     @abstractmethod
@@ -59,6 +61,20 @@ class Tokenizer(ABC):
         The text of a control token is encoded as the plain text it is. Lone surrogates, which no UTF-8 text can
         hold, are read as U+FFFD.
         """
+
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """The ids of a text in parts: control tokens by their ids, between them plain text.
+
+        Which parts get a space in front (SentencePiece's "\u2581") is as the checkpoint's files say.
+        """
+        ids: list[int] = []
+        for i, part in enumerate(parts):
+            ids += [part] if isinstance(part, int) else self._plain(part, at_start=i == 0)
+        return ids
+
+    def _plain(self, text: str, *, at_start: bool) -> list[int]:
+        """The ids of a stretch of text; `at_start`: nothing stands before it."""
+        return self.encode(text, bos=False, eos=False)
 
     def decode(self, t: Sequence[int]) -> str:
         """The text of `t`: control tokens left out, each invalid UTF-8 byte or sequence as U+FFFD.

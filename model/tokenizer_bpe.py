@@ -58,6 +58,8 @@ class PreTokenizer:
     adds_bos: bool = False
     normalizer: normalizers.Normalizer | None = None
     """Changes the text before it is cut."""
+    build_later: Callable[[], pre_tokenizers.PreTokenizer] | None = None
+    """The same for text that something stands before, where it is cut otherwise."""
     added: Mapping[str, tokenizers.AddedToken] = field(default_factory=dict)
     """How USER_DEFINED pieces are found in a text, where it isn't the usual way (as they are written)."""
 
@@ -153,18 +155,38 @@ def make_backend(
     usable = [pair for pair in merges if not taken.intersection((*pair, pair[0] + pair[1]))]
     try:
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=usable, ignore_merges=pre.whole_words, **options))
-        if pre.normalizer is not None:
-            backend.normalizer = pre.normalizer
-        pre_tokenizer = pre.build()
-        if pre_tokenizer is not None:
-            backend.pre_tokenizer = pre_tokenizer
-        user_defined = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == USER_DEFINED]
-        backend.add_tokens(
-            [
-                pre.added.get(piece) or tokenizers.AddedToken(piece, normalized=False, special=False)
-                for piece in user_defined
-            ]
-        )
+        _set_rules(backend, pre, pre.build(), pieces, kinds)
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"the BPE vocabulary can't be used: {error}") from error
     return backend
+
+
+def later_backend(
+    backend: tokenizers.Tokenizer, pre: PreTokenizer, pieces: Sequence[str], kinds: Sequence[int]
+) -> tokenizers.Tokenizer:
+    """`backend` for text that something stands before; the vocabulary is shared."""
+    if pre.build_later is None:
+        return backend
+    later = tokenizers.Tokenizer(backend.model)
+    _set_rules(later, pre, pre.build_later(), pieces, kinds)
+    return later
+
+
+def _set_rules(
+    backend: tokenizers.Tokenizer,
+    pre: PreTokenizer,
+    pre_tokenizer: pre_tokenizers.PreTokenizer | None,
+    pieces: Sequence[str],
+    kinds: Sequence[int],
+) -> None:
+    if pre.normalizer is not None:
+        backend.normalizer = pre.normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    user_defined = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == USER_DEFINED]
+    backend.add_tokens(
+        [
+            pre.added.get(piece) or tokenizers.AddedToken(piece, normalized=False, special=False)
+            for piece in user_defined
+        ]
+    )

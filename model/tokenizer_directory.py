@@ -6,11 +6,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .config import CheckpointError
+from .tokenizer_added import AddedToken, SpaceRule
 from .tokenizer_base import Tokenizer
-from .tokenizer_json import AddedToken, added_tokens, merge_added, tokenizer_from_json
-from .tokenizer_proto import CONTROL, SPACE, USER_DEFINED, extend_model
+from .tokenizer_json import (
+    added_tokens,
+    control_flags,
+    merge_added,
+    space_rule,
+    tokenizer_from_json,
+    with_space_rule,
+)
+from .tokenizer_proto import CONTROL, SPACE, USER_DEFINED, extend_model, model_pieces
 from .tokenizer_settings import Settings, read_json
-from .tokenizer_spm import SentencePieceTokenizer, is_tiktoken
+from .tokenizer_spm import SentencePieceTokenizer, TextEncoder, is_tiktoken
 
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end a turn, for files whose metadata names only the end of the text."""
@@ -34,9 +42,13 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer:
     if model.is_file() and not (document.is_file() and is_tiktoken(_head(model))):
         tokenizer: Tokenizer = _from_sentencepiece(model, settings)
     elif document.is_file():
+        rule = settings.space_rule()
         try:
+            content = read_json(document)
+            if rule is not None and isinstance(content, dict):
+                content = with_space_rule(content, rule)
             tokenizer, front = tokenizer_from_json(
-                read_json(document), added=settings.added, framing=settings.framing()
+                content, added=settings.added, added_first=settings.knows_all_added, framing=settings.framing()
             )
         except CheckpointError as error:
             raise CheckpointError(f"tokenizer {document}: {error}") from error
@@ -58,12 +70,21 @@ def _from_sentencepiece(path: Path, settings: Settings) -> Tokenizer:
     """The model in `path` with the added tokens whose ids follow its own; those it has already stay what they are."""
     tokenizer = SentencePieceTokenizer.from_file(path)
     added = dict(settings.added)
+    spaces = settings.space_rule()
+    normalizer = None
     beside = path.with_name("tokenizer.json")
-    if beside.is_file() and not settings.knows_all_added:
+    if beside.is_file() and (spaces is None or not settings.knows_all_added):
         try:
-            added = merge_added(added_tokens(read_json(beside)), added)
+            document = read_json(beside)
+            if not settings.knows_all_added:
+                added = merge_added(added_tokens(document), added)
+            if spaces is None:
+                spaces, normalizer = space_rule(document)
         except CheckpointError as error:
             raise CheckpointError(f"tokenizer {beside}: {error}") from error
+    if spaces is None:
+        spaces = SpaceRule.FIRST if settings.legacy is False else SpaceRule.MODEL
+    base = tokenizer.proto()
     n = tokenizer.n_words
     for token_id, token in added.items():
         if token_id < n and tokenizer.pieces[token_id] != token.text.replace(" ", SPACE):
@@ -72,16 +93,24 @@ def _from_sentencepiece(path: Path, settings: Settings) -> Tokenizer:
                 f"but the files beside it add {token.text!r} there"
             )
     beyond = sorted(token_id for token_id in added if token_id >= n)
-    if not beyond:
-        return tokenizer
     if beyond != list(range(n, n + len(beyond))):
         gap = next(i for i, token_id in enumerate(beyond, n) if token_id != i)
         raise CheckpointError(f"{path} has {n} tokens and more are added up to {beyond[-1]}, but none with id {gap}")
     pieces = [_piece(added[token_id], settings.framing()) for token_id in beyond]
+    model = extend_model(base, pieces)
+    kinds = [kind for _, _, kind in model_pieces(model)]
+    listed = range(len(kinds)) if settings.space_rule() else sorted(added)  # else the model finds its own itself
+    in_text = [added.get(i) or AddedToken(i, _text(tokenizer.pieces[i])) for i in listed if kinds[i] == USER_DEFINED]
     try:
-        return SentencePieceTokenizer.from_proto(extend_model(tokenizer.proto(), pieces))
+        tokenizer = SentencePieceTokenizer.from_proto(model, TextEncoder(base, spaces, in_text))
     except CheckpointError as error:
         raise CheckpointError(f"tokenizer {path} with the tokens added beside it: {error}") from error
+    tokenizer.control_flags = control_flags(tokenizer, added.values(), normalizer)
+    return tokenizer
+
+
+def _text(piece: str) -> str:
+    return piece.replace(SPACE, " ")
 
 
 def _piece(token: AddedToken, framing: set[str]) -> tuple[str, int]:

@@ -6,6 +6,7 @@ What is written reads back as a tokenizer with the same ids, stop ids and templa
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import tokenizers
 from tokenizers import models, processors
 
 from .config import CheckpointError
+from .tokenizer_added import FLAGS, SpaceRule
 from .tokenizer_base import Tokenizer
 from .tokenizer_bpe import PRE_TOKENIZERS, BPETokenizer
 from .tokenizer_metaspace import MetaspaceTokenizer
-from .tokenizer_proto import CONTROL, UNKNOWN, USER_DEFINED, model_pieces, model_traits
+from .tokenizer_proto import CONTROL, SPACE, UNKNOWN, USER_DEFINED, model_pieces, model_traits
 from .tokenizer_spm import SentencePieceTokenizer
 
 _PREFIX = "tokenizer.ggml."
@@ -39,12 +41,18 @@ def export_huggingface(tokenizer: Tokenizer, directory: Path) -> None:
     pieces, kinds, config = tokenizer.pieces, _kinds(tokenizer), _tokenizer_config(tokenizer)
     if isinstance(tokenizer, SentencePieceTokenizer):
         (directory / "tokenizer.model").write_bytes(tokenizer.proto())
-        config["tokenizer_class"] = "LlamaTokenizer"
+        config |= _space_settings(tokenizer)
+        flags = tokenizer.flags()
     else:
-        _document(tokenizer, kinds).save(str(directory / "tokenizer.json"))
+        document = _document(tokenizer, kinds)
+        document.save(str(directory / "tokenizer.json"))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        flags = {
+            token.content: {flag: getattr(token, flag) for flag in FLAGS}
+            for token in document.get_added_tokens_decoder().values()
+        }
     config["added_tokens_decoder"] = {
-        str(i): _added_token(pieces[i], kind)
+        str(i): _added_token(pieces[i], kind, flags)
         for i, kind in enumerate(kinds)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     }
@@ -61,7 +69,9 @@ def export_gguf(tokenizer: Tokenizer) -> dict[str, Any]:
         CheckpointError: GGUF has no way to say it: a pre-tokenizer without a name there, a SentencePiece model
             that isn't BPE or that normalizes, more stop ids than keys.
     """
+    _refuse_flags(tokenizer.control_flags)
     if isinstance(tokenizer, SentencePieceTokenizer):
+        _refuse_flags(tokenizer.flags())
         values = _gguf_sentencepiece(tokenizer)
     elif isinstance(tokenizer, BPETokenizer):
         values = _gguf_bpe(tokenizer)
@@ -115,9 +125,23 @@ def _is_control(tokenizer: Tokenizer, token_id: int) -> bool:
     return tokenizer.control_tokens.get(tokenizer.pieces[token_id]) == token_id
 
 
-def _added_token(text: str, kind: int) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"content": text, "special": kind != USER_DEFINED, **flags}
+def _added_token(text: str, kind: int, known: Mapping[str, Mapping[str, bool]]) -> dict[str, Any]:
+    text = text.replace(SPACE, " ") if kind == USER_DEFINED else text
+    return {"content": text, "special": kind != USER_DEFINED, **dict.fromkeys(FLAGS, False), **known.get(text, {})}
+
+
+def _space_settings(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
+    """What of `tokenizer_config.json` says where spaces are put beside `tokenizer.model`."""
+    if tokenizer.spaces is SpaceRule.PREPEND:
+        raise CheckpointError(
+            "the checkpoint's tokenizer.json looks for added tokens in normalized text, which a tokenizer.model "
+            "can't do; set normalized to false for them"
+        )
+    if tokenizer.spaces is SpaceRule.MODEL:
+        return {"legacy": True}
+    legacy = tokenizer.spaces is SpaceRule.ALWAYS
+    prefix = {"add_prefix_space": False} if tokenizer.spaces is SpaceRule.NEVER else {}
+    return {"tokenizer_class": "LlamaTokenizer", "legacy": legacy, **prefix}
 
 
 def _document(tokenizer: Tokenizer, kinds: list[int]) -> tokenizers.Tokenizer:
@@ -128,7 +152,7 @@ def _document(tokenizer: Tokenizer, kinds: list[int]) -> tokenizers.Tokenizer:
     document["model"]["vocab"] = {piece: i for i, piece in enumerate(tokenizer.pieces)}
     known = {entry["id"]: entry for entry in document["added_tokens"]}
     document["added_tokens"] = [
-        known.get(i) or {"id": i, **_added_token(tokenizer.pieces[i], kind)}
+        known.get(i) or {"id": i, **_added_token(tokenizer.pieces[i], kind, tokenizer.control_flags)}
         for i, kind in enumerate(kinds)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
@@ -179,9 +203,7 @@ def _pre_name(rules: dict[str, Any]) -> str:
         raise CheckpointError(
             f"the tokenizer normalizes text ({_short(rules['normalizer'])}); GGUF has no name for that"
         )
-    for token in rules["added_tokens"]:
-        if token["single_word"] or token["lstrip"] or token["rstrip"]:
-            raise CheckpointError(f"added token {token['content']!r} takes spaces or whole words; GGUF can't say that")
+    _refuse_flags({token["content"]: token for token in rules["added_tokens"]})
     wanted = _canonical(rules["pre_tokenizer"])
     for name, known in PRE_TOKENIZERS.items():
         backend = tokenizers.Tokenizer(models.BPE())
@@ -193,6 +215,12 @@ def _pre_name(rules: dict[str, Any]) -> str:
         f"the pre-tokenizer {_short(rules['pre_tokenizer'])} (ignore_merges {rules['model']['ignore_merges']}) has no "
         f"name in GGUF that is known here; those are {', '.join(PRE_TOKENIZERS)}"
     )
+
+
+def _refuse_flags(known: Mapping[str, Mapping[str, bool]]) -> None:
+    for text, flags in known.items():
+        if any(flags.get(flag) for flag in ("single_word", "lstrip", "rstrip")):
+            raise CheckpointError(f"added token {text!r} takes spaces or whole words; GGUF can't say that")
 
 
 def _canonical(component: Any) -> Any:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
+from tokenizers import normalizers
 
 from .config import CheckpointError
+from .tokenizer_added import FLAGS, AddedToken, SpaceRule
 from .tokenizer_base import Tokenizer
 from .tokenizer_bpe import BPETokenizer, PreTokenizer
 from .tokenizer_metaspace import BYTE_PIECE, MetaspaceTokenizer
 from .tokenizer_proto import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
 
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _EMPTY: dict[str, Any] = {
     "version": "1.0",
     "truncation": None,
@@ -33,36 +33,25 @@ _EMPTY: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class AddedToken:
-    """A token that was added to a vocabulary: a control token where `special`, else text that is never cut."""
+def parse_added(entry: Any, where: str, token_id: Any = None) -> AddedToken:
+    """From an entry of `added_tokens`, or of `added_tokens_decoder`, where its id is the key.
 
-    token_id: int
-    text: str
-    special: bool
-    flags: Mapping[str, bool]
-    """single_word, lstrip, rstrip, normalized: how the text is found."""
-
-    @classmethod
-    def parse(cls, entry: Any, where: str, token_id: Any = None) -> AddedToken:
-        """From an entry of `added_tokens`, or of `added_tokens_decoder`, where its id is the key.
-
-        Raises:
-            CheckpointError: naming `where` and the value that isn't as it should be.
-        """
-        if not isinstance(entry, dict):
-            raise CheckpointError(f"{where} is {_brief(entry)}, expected an object with an id and its content")
-        token_id = entry.get("id") if token_id is None else token_id
-        text = entry.get("content")
-        if not is_id(token_id):
-            raise CheckpointError(f"{where}: the id is {_brief(token_id)}, expected an integer of at least 0")
-        if not isinstance(text, str) or not text:
-            raise CheckpointError(f"{where}: content is {_brief(text)}, expected a text")
-        for name in ("special", *_FLAGS):
-            if not isinstance(entry.get(name, False), bool):
-                raise CheckpointError(f"{where}: {name} is {_brief(entry[name])}, expected true or false")
-        flags = {name: entry[name] for name in _FLAGS if name in entry}
-        return cls(token_id, text, entry.get("special", False), flags)
+    Raises:
+        CheckpointError: naming `where` and the value that isn't as it should be.
+    """
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where} is {_brief(entry)}, expected an object with an id and its content")
+    token_id = entry.get("id") if token_id is None else token_id
+    text = entry.get("content")
+    if not is_id(token_id):
+        raise CheckpointError(f"{where}: the id is {_brief(token_id)}, expected an integer of at least 0")
+    if not isinstance(text, str) or not text:
+        raise CheckpointError(f"{where}: content is {_brief(text)}, expected a text")
+    for name in ("special", *FLAGS):
+        if not isinstance(entry.get(name, False), bool):
+            raise CheckpointError(f"{where}: {name} is {_brief(entry[name])}, expected true or false")
+    flags = {name: entry[name] for name in FLAGS if name in entry}
+    return AddedToken(token_id, text, entry.get("special", False), flags)
 
 
 def is_id(value: Any) -> bool:
@@ -71,19 +60,25 @@ def is_id(value: Any) -> bool:
 
 
 def tokenizer_from_json(
-    document: Any, *, added: Mapping[int, AddedToken] | None = None, framing: Iterable[str] = ()
+    document: Any,
+    *,
+    added: Mapping[int, AddedToken] | None = None,
+    added_first: bool = False,
+    framing: Iterable[str] = (),
 ) -> tuple[Tokenizer, str | None]:
     """The tokenizer in a parsed `tokenizer.json`, and the text of the token it puts in front of a prompt, if any.
 
     Args:
         document: the file's JSON.
         added: tokens that files beside it add, by id.
+        added_first: how a token that both have is found is as `added` says.
         framing: texts of tokens that frame a text or a turn: control tokens even if the file forgot it.
 
     Raises:
         CheckpointError: naming the key that is missing, of a wrong type or not supported.
     """
-    tokens = merge_added(added_tokens(document), added or {})
+    own, beside = added_tokens(document), added or {}
+    tokens = merge_added(beside, own) if added_first else merge_added(own, beside)
     model = _model(document)
     pieces = _pieces(model, tokens)
     metaspace = not _is_byte_level(document)
@@ -101,10 +96,60 @@ def tokenizer_from_json(
             unknown = model.get("unk_token")
             decoder = _component(document, "decoder")
             fuse = bool(model.get("fuse_unk"))
-            return MetaspaceTokenizer(pieces, merges, kinds, pre, decoder, unknown=unknown, fuse_unknown=fuse), front
-        return BPETokenizer(pieces, merges, kinds, pre), front
+            tokenizer: Tokenizer = MetaspaceTokenizer(
+                pieces, merges, kinds, pre, decoder, unknown=unknown, fuse_unknown=fuse
+            )
+        else:
+            tokenizer = BPETokenizer(pieces, merges, kinds, pre)
     except CheckpointError as error:
         raise CheckpointError(f"model.vocab or model.merges: {error}") from error
+    tokenizer.control_flags = control_flags(tokenizer, tokens.values(), pre.normalizer)
+    return tokenizer, front
+
+
+def control_flags(
+    tokenizer: Tokenizer, added: Iterable[AddedToken], normalizer: normalizers.Normalizer | None
+) -> dict[str, dict[str, bool]]:
+    """How the control tokens among `added` are found; `normalized` only where the normalizer changes their text."""
+    found: dict[str, dict[str, bool]] = {}
+    for token in added:
+        if token.text in tokenizer.control_tokens:
+            changed = normalizer is not None and normalizer.normalize_str(token.text) != token.text
+            flags = {flag: token.has(flag) and (changed or flag != "normalized") for flag in FLAGS}
+            if any(flags.values()):
+                found[token.text] = flags
+    return found
+
+
+def with_space_rule(document: dict[str, Any], rule: SpaceRule) -> dict[str, Any]:
+    """`document`, a SentencePiece vocabulary, with its spaces put by `rule` (ALWAYS, FIRST or NEVER)."""
+    if _is_byte_level(document):
+        return document
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if rule is not SpaceRule.NEVER:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": rule.value, "split": False}
+    decoder = {"type": "Sequence", "decoders": steps}
+    return {**document, "normalizer": None, "pre_tokenizer": metaspace, "decoder": decoder}
+
+
+def space_rule(document: Any) -> tuple[SpaceRule | None, normalizers.Normalizer | None]:
+    """How a SentencePiece vocabulary's document puts spaces in front of text, and its normalizer; None: not at all."""
+    if not isinstance(document, dict) or _is_byte_level(document):
+        return None, None
+    normalizer = _component(document, "normalizer")
+    if any(part.get("type") == "Prepend" for part in _parts(document.get("normalizer"))):
+        return SpaceRule.PREPEND, normalizer
+    metaspace = next((p for p in _parts(document.get("pre_tokenizer")) if p.get("type") == "Metaspace"), None)
+    if metaspace is None:
+        return None, normalizer
+    rule = SpaceRule(_component({"pre_tokenizer": metaspace}, "pre_tokenizer").prepend_scheme)
+    doubles = normalizer is not None and normalizer.normalize_str(SPACE) == SPACE + SPACE
+    return (SpaceRule.MODEL if rule is SpaceRule.ALWAYS and doubles else rule), normalizer
 
 
 def merge_added(first: Mapping[int, AddedToken], second: Mapping[int, AddedToken]) -> dict[int, AddedToken]:
@@ -135,7 +180,7 @@ def added_tokens(document: Any) -> dict[int, AddedToken]:
         raise CheckpointError(f"added_tokens is {_brief(entries)}, expected a list")
     found: dict[int, AddedToken] = {}
     for i, entry in enumerate(entries):
-        token = AddedToken.parse(entry, f"added_tokens[{i}]")
+        token = parse_added(entry, f"added_tokens[{i}]")
         known = found.setdefault(token.token_id, token)
         if known.text != token.text:
             raise CheckpointError(f"added_tokens: id {token.token_id} is both {known.text!r} and {token.text!r}")
@@ -231,8 +276,11 @@ def _pre_tokenizer(
     document: Mapping[str, Any], model: Mapping[str, Any], added: Mapping[int, AddedToken]
 ) -> PreTokenizer:
     component = _component(document, "pre_tokenizer")
+    later_value = _not_at_start(document.get("pre_tokenizer"))
+    later = _component({"pre_tokenizer": later_value}, "pre_tokenizer")
     return PreTokenizer(
         build=lambda: component,
+        build_later=None if document.get("pre_tokenizer") == later_value else lambda: later,
         whole_words=bool(model.get("ignore_merges")),
         normalizer=_component(document, "normalizer"),
         added={
@@ -241,6 +289,14 @@ def _pre_tokenizer(
             if not token.special
         },
     )
+
+
+def _not_at_start(pre_tokenizer: Any) -> Any:
+    """The same for text that something stands before: what is put only at the start isn't put."""
+    if isinstance(pre_tokenizer, dict):
+        changed = {key: _not_at_start(value) for key, value in pre_tokenizer.items()}
+        return changed | ({"prepend_scheme": "never"} if changed.get("prepend_scheme") == "first" else {})
+    return [_not_at_start(part) for part in pre_tokenizer] if isinstance(pre_tokenizer, list) else pre_tokenizer
 
 
 def _component(document: Mapping[str, Any], key: str) -> Any:

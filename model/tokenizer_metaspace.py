@@ -10,7 +10,7 @@ from tokenizers import decoders
 
 from .config import CheckpointError
 from .tokenizer_base import REPLACE_EACH_BYTE, Tokenizer, well_formed
-from .tokenizer_bpe import PreTokenizer, backend_rules, make_backend
+from .tokenizer_bpe import PreTokenizer, backend_rules, later_backend, make_backend
 from .tokenizer_proto import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED
 
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
@@ -64,12 +64,17 @@ class MetaspaceTokenizer(Tokenizer):
             kinds = [NORMAL if piece == unknown else kind for piece, kind in zip(pieces, kinds, strict=True)]
             merges = [pair for pair in merges if unknown not in (*pair, pair[0] + pair[1])]
         self._backend = make_backend(pieces, merges, kinds, pre, **options)
+        self._later = later_backend(self._backend, pre, pieces, kinds)
         self.strips_leading_space = _strips_leading_space(decoder)
         if decoder is not None:
             self._backend.decoder = decoder
 
     def encode(self, s: str, bos: bool, eos: bool) -> list[int]:
-        return self._frame(self._backend.encode(well_formed(s), add_special_tokens=False).ids, bos, eos)
+        return self._frame(self._plain(s, at_start=True), bos, eos)
+
+    def _plain(self, text: str, *, at_start: bool) -> list[int]:
+        backend = self._backend if at_start else self._later
+        return list(backend.encode(well_formed(text), add_special_tokens=False).ids)
 
     def rules(self) -> dict[str, Any]:
         """Normalizer, pre-tokenizer, decoder, added tokens and model (with its merges) as in a `tokenizer.json`."""

@@ -56,6 +56,11 @@ def extend_model(model: bytes, pieces: Sequence[tuple[str, int]]) -> bytes:
     return model + b"".join(_piece(text, 0.0, kind) for text, kind in pieces)
 
 
+def without_dummy_prefix(model: bytes) -> bytes:
+    """`model` without a space put in front of text. Of a field that is there twice the last one counts."""
+    return model + _message(3, _integer(3, False))
+
+
 def model_pieces(model: bytes) -> list[tuple[str, float, int]]:
     """Text, score and kind of every piece of a serialized ModelProto.
 

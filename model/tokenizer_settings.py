@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from .config import CheckpointError, whole
-from .tokenizer_json import AddedToken, check_unicode, is_id, merge_added
+from .tokenizer_added import AddedToken, SpaceRule
+from .tokenizer_json import check_unicode, is_id, merge_added, parse_added
 from .tokenizer_spm import what_it_is
 
 _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -85,10 +86,32 @@ class Settings:
 
     def adds_bos(self) -> bool | None:
         """Whether prompts begin with BOS; None where nothing is said."""
-        value = self.tokenizer.get("add_bos_token")
+        return self._flag("add_bos_token")
+
+    @staticmethod
+    def _class(values: dict[str, Any]) -> str:
+        name = values.get("tokenizer_class")
+        return name if isinstance(name, str) else ""
+
+    def _flag(self, key: str) -> bool | None:
+        value = self.tokenizer.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self._error("tokenizer_config.json", "add_bos_token", value, "true or false")
+            raise self._error("tokenizer_config.json", key, value, "true or false")
         return value
+
+    def space_rule(self) -> SpaceRule | None:
+        """How the tokenizer class that is named puts spaces, whatever `tokenizer.json` says; None for other classes."""
+        kind = (self._class(self.tokenizer) or self._class(self.model)).removesuffix("Fast")
+        if kind not in ("LlamaTokenizer", "CodeLlamaTokenizer"):
+            return None
+        if self._flag("add_prefix_space") is False:
+            return SpaceRule.NEVER
+        return SpaceRule.ALWAYS if kind == "LlamaTokenizer" and self._flag("legacy") else SpaceRule.FIRST
+
+    @property
+    def legacy(self) -> bool | None:
+        """Whether text after an added token gets a space in front, as it did first; None where nothing is said."""
+        return self._flag("legacy")
 
     def chat_template(self) -> str | None:
         """The template in a file of its own, else the configuration's; the default one where several have names."""
@@ -123,11 +146,11 @@ class Settings:
         for key, entry in entries.items():
             where = f"{self.directory / name}: added_tokens_decoder[{key!r}]"
             token_id = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else key
-            found[token_id] = AddedToken.parse(entry, where, token_id)
+            found[token_id] = parse_added(entry, where, token_id)
         older: dict[int, AddedToken] = {}
         for text, token_id in self._object("added_tokens.json").items():
             where = f"{self.directory / 'added_tokens.json'}: {text!r}"
-            token = AddedToken.parse({"content": text, "special": text in self._special_texts()}, where, token_id)
+            token = parse_added({"content": text, "special": text in self._special_texts()}, where, token_id)
             older[token.token_id] = token
         try:
             found = merge_added(found, older)

@@ -128,7 +128,7 @@ class TestAddedToSentencePiece:
             assert tokenizer.encode(text, bos=False, eos=False) == oracle.encode(text)
         ids = tokenizer.encode("use <tool> x now", bos=False, eos=False)
         assert 386 in ids
-        assert tokenizer.decode([384, *ids, 385]) == "use <tool> x now"
+        assert tokenizer.decode([384, *ids, 385]) == "use <tool> x  now"  # each stretch gets its space in front
 
     def test_streamed(self, chat: Path) -> None:
         tokenizer = tokenizer_from_directory(chat)

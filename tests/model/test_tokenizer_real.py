@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
+import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
+from generation.chat_format import chat_format_for
 from model.checkpoint.gguf import GGUFCheckpoint
 from model.tokenizer import (
     SentencePieceTokenizer,
@@ -25,7 +27,7 @@ from tests.report import report
 
 from .texts import texts
 from .tiny import sentencepiece_fields
-from .tiny_tokenizers import llama2, save
+from .tiny_tokenizers import chatml_directory, llama2, save
 
 TEXTS = texts(2500, seed=1)
 MISTRAL = Source(
@@ -110,6 +112,26 @@ def test_sentencepiece_rebuilt_from_gguf(mistral: Path) -> None:
         assert rebuilt.decode(ids) == streamed(rebuilt, ids) == oracle.decode(ids), text
     for token_id in range(oracle.vocab_size()):
         assert rebuilt.pieces[token_id] == oracle.id_to_piece(token_id)
+
+
+@pytest.mark.parametrize(
+    ("legacy", "ids"),
+    [
+        (False, [32000, 1838, 13, 23809, 32001, 13, 32000, 489, 11143, 13]),
+        (True, [32000, 2188, 13, 23809, 32001, 28705, 13, 32000, 13892, 13]),
+    ],
+)
+def test_chatml_behind_a_vocabulary_of_32000(tmp_path: Path, mistral: Path, legacy: bool, ids: list[int]) -> None:
+    """What transformers 4.57.6 gives, fast and slow, but for the slow one's stray space where `legacy` is false.
+
+    The current version is asked with a tokenizer.json beside: without one it orders the merges by id, not by score.
+    """
+    chatml_directory(tmp_path, mistral, files="both", special=True, config={"legacy": legacy})
+    tokenizer = tokenizer_from_directory(tmp_path)
+    assert chat_format_for(tokenizer).encode([{"role": "user", "content": "Hi"}]) == [1, *ids]
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS[:200]:
+        assert tokenizer.encode(text, bos=False, eos=False) == peer(text, add_special_tokens=False)["input_ids"], text
 
 
 def test_tokenizer_json_of_a_sentencepiece_model(tmp_path: Path, mistral: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from .tiny import CORPUS
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 LLAMA3_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
@@ -101,6 +106,62 @@ def llama2(model: Path, *, metaspace: bool = False) -> Document:
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
     return _parsed(backend)
+
+
+def chatml_directory(
+    directory: Path,
+    model: Path,
+    *,
+    files: str,
+    special: bool,
+    config: dict[str, Any],
+    spaces: str = "normalizer",
+    flags: dict[str, bool] | None = None,
+) -> Path:
+    """A fine-tune of a SentencePiece model with two ChatML tokens behind its vocabulary.
+
+    Args:
+        files: "model" (`tokenizer.model`), "json" (`tokenizer.json`) or "both".
+        special: whether the added tokens are control tokens.
+        config: put over `tokenizer_config.json`; None takes a key out.
+        spaces: what puts spaces in `tokenizer.json`: "normalizer", or Metaspace's scheme.
+        flags: put over those of the added tokens.
+    """
+    n = sentencepiece.SentencePieceProcessor(model_file=str(model)).vocab_size()
+    added = {i: _entry(text, True) for i, text in enumerate(("<unk>", "<s>", "</s>"))}
+    added |= {i: _entry(text, special, flags) for i, text in enumerate(("<|im_start|>", "<|im_end|>"), n)}
+    values = {
+        "tokenizer_class": "LlamaTokenizer",
+        "added_tokens_decoder": {str(i): entry for i, entry in added.items()},
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "chat_template": CHATML,
+        "clean_up_tokenization_spaces": False,
+        **config,
+    }
+    document = None
+    if files != "model":
+        document = llama2(model, metaspace=spaces != "normalizer")
+        if spaces != "normalizer":
+            document["pre_tokenizer"]["prepend_scheme"] = spaces
+        document["added_tokens"] = [{"id": i, **entry} for i, entry in added.items()]
+    save(
+        directory,
+        document,
+        tokenizer_config={key: value for key, value in values.items() if value is not None},
+        config={"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    )
+    if files != "json":
+        shutil.copy(model, directory / "tokenizer.model")
+    return directory
+
+
+def _entry(text: str, special: bool, flags: dict[str, bool] | None = None) -> dict[str, Any]:
+    own = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": not special}
+    return {"content": text, "special": special, **own, **(flags or {})}
 
 
 @functools.cache
