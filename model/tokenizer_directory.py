@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tokenizers import normalizers
+
 from .config import CheckpointError
 from .tokenizer_added import AddedToken, SpaceRule
 from .tokenizer_base import Tokenizer
@@ -69,21 +71,7 @@ def _head(path: Path) -> bytes:
 def _from_sentencepiece(path: Path, settings: Settings) -> Tokenizer:
     """The model in `path` with the added tokens whose ids follow its own; those it has already stay what they are."""
     tokenizer = SentencePieceTokenizer.from_file(path)
-    added = dict(settings.added)
-    spaces = settings.space_rule()
-    normalizer = None
-    beside = path.with_name("tokenizer.json")
-    if beside.is_file() and (spaces is None or not settings.knows_all_added):
-        try:
-            document = read_json(beside)
-            if not settings.knows_all_added:
-                added = merge_added(added_tokens(document), added)
-            if spaces is None:
-                spaces, normalizer = space_rule(document)
-        except CheckpointError as error:
-            raise CheckpointError(f"tokenizer {beside}: {error}") from error
-    if spaces is None:
-        spaces = SpaceRule.FIRST if settings.legacy is False else SpaceRule.MODEL
+    added, spaces, normalizer = _beside(path.with_name("tokenizer.json"), settings)
     base = tokenizer.proto()
     n = tokenizer.n_words
     for token_id, token in added.items():
@@ -107,6 +95,27 @@ def _from_sentencepiece(path: Path, settings: Settings) -> Tokenizer:
         raise CheckpointError(f"tokenizer {path} with the tokens added beside it: {error}") from error
     tokenizer.control_flags = control_flags(tokenizer, added.values(), normalizer)
     return tokenizer
+
+
+def _beside(path: Path, settings: Settings) -> tuple[dict[int, AddedToken], SpaceRule, normalizers.Normalizer | None]:
+    """What the files beside a model say: added tokens by id, where spaces are put, the normalizer.
+
+    Args:
+        path: where a `tokenizer.json` may be.
+    """
+    added, spaces, normalizer = dict(settings.added), settings.space_rule(), None
+    if path.is_file() and (spaces is None or not settings.knows_all_added):
+        try:
+            document = read_json(path)
+            if not settings.knows_all_added:
+                added = merge_added(added_tokens(document), added)
+            if spaces is None:
+                spaces, normalizer = space_rule(document)
+        except CheckpointError as error:
+            raise CheckpointError(f"tokenizer {path}: {error}") from error
+    if spaces is None:
+        spaces = SpaceRule.FIRST if settings.legacy is False else SpaceRule.MODEL
+    return added, spaces, normalizer
 
 
 def _text(piece: str) -> str:
