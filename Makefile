@@ -21,7 +21,7 @@ DEMO_PORT = $(if $(filter file,$(origin PORT)),,--port "$(PORT)")
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo 'Variables: PORT=8080 (inference; management PORT+1, metrics PORT+2), RANKS=2,'
+	@echo 'Variables: PORT=8080 (inference; management PORT+1, metrics PORT+2, gRPC PORT+3), RANKS=2,'
 	@echo '  CHECKPOINT= (file or folder; empty: the demo model), DTYPE=auto|float32|bfloat16|float16,'
 	@echo '  QUANTIZATION=none|int8|int4, DEVICE=auto|cpu|cuda, ARGS= (more options for the script),'
 	@echo '  PYTHON=python3 (makes .venv; remove .venv to change it)'

@@ -5,6 +5,7 @@ RequestError            what the client sees; carries status, type, parameter an
 ├── NotFound            404  no such path or model
 ├── TooLarge            413  body or reply beyond its limit
 ├── QueueFull           429  try again after `retry_after` seconds
+├── Unsupported         501  a call that this server doesn't serve
 ├── Unavailable         503  the engine is restarting or stopping
 └── InternalError       500  a bug of the server's
 """
@@ -53,6 +54,10 @@ class TooLarge(RequestError):
 class QueueFull(RequestError):
     status, phrase, type = 429, "Too Many Requests", "rate_limit_error"
     retry_after = 1
+
+
+class Unsupported(RequestError):
+    status, phrase, type = 501, "Not Implemented", "invalid_request_error"
 
 
 class Unavailable(RequestError):

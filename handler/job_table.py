@@ -1,4 +1,4 @@
-"""The HTTP requests in flight: between TorchServe's polls and the engine's thread.
+"""The requests in flight: between TorchServe's polls and the engine's thread.
 
 The frontend calls the handler again and again with every request that is still open. Each call is a poll:
 it admits what is new, cancels what has vanished, waits until something can be sent, and sends it. A request
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -17,6 +18,7 @@ from enum import Enum
 
 from generation.types import Output
 
+from .calls import Way
 from .errors import InternalError, RequestError, TooLarge
 from .reply import Job
 
@@ -50,6 +52,8 @@ class Piece:
     status: int = 200
     phrase: str = "OK"
     retry_after: int | None = None
+    message: str = ""
+    """What an error's `data` says, as plain text."""
 
 
 @dataclass
@@ -63,8 +67,25 @@ class _Entry:
 def failure(error: RequestError) -> Piece:
     """The reply to a request that failed before anything of it was sent."""
     return Piece(
-        error.json(), Part.WHOLE, "application/json", error.status, error.phrase, retry_after=error.retry_after
+        error.json(),
+        Part.WHOLE,
+        "application/json",
+        error.status,
+        error.phrase,
+        retry_after=error.retry_after,
+        message=error.message,
     )
+
+
+def fitted(piece: Piece, way: Way) -> Piece:
+    """The piece as the frontend can send it. Every gRPC reply is ended explicitly: otherwise it ends the worker."""
+    if way is Way.HTTP or piece.part is Part.MORE:
+        return piece
+    if piece.status < 400:
+        return dataclasses.replace(piece, part=Part.LAST)
+    if way.has_status:
+        return dataclasses.replace(piece, part=Part.LAST, data=piece.message.encode("utf-8"))
+    return dataclasses.replace(piece, part=Part.LAST, status=200, phrase="OK")
 
 
 class JobTable:
@@ -184,8 +205,12 @@ class JobTable:
     def _due(self, entry: _Entry, now: float) -> float:
         """When the entry's next piece should be sent, as things stand."""
         job = entry.job
+        if job.way is Way.LOST:
+            return math.inf
         if job.done or (job.stream and job.pending and not entry.head_sent):
             return now
+        if not job.way.may_wait:
+            return math.inf
         sign_of_life = entry.last_sent + SIGN_OF_LIFE_S if entry.head_sent else entry.arrived + FIRST_SIGN_OF_LIFE_S
         if job.stream and job.pending:
             return min(entry.last_sent + self._interval, sign_of_life)
@@ -227,7 +252,7 @@ class JobTable:
         job = entry.job
         if job.done:
             part = Part.LAST if entry.head_sent else Part.WHOLE
-            if job.error is not None and not entry.head_sent:
+            if job.error is not None and (job.way.has_status or not entry.head_sent):
                 return failure(job.error)
             if job.stream:
                 return Piece(job.take_events().encode("utf-8"), part, job.content_type)
@@ -239,6 +264,8 @@ class JobTable:
                 "stream, for fewer prompts or for fewer top_logprobs"
             )
             return dataclasses.replace(failure(error), part=part)
+        if job.way.has_status:
+            return Piece(job.take_events().encode("utf-8") if job.stream else b"", Part.MORE, job.content_type)
         if job.stream:
             return Piece((job.take_events() or ": waiting\n\n").encode("utf-8"), Part.MORE, job.content_type)
         return Piece(b" ", Part.MORE, job.content_type)  # JSON may begin with blanks

@@ -12,10 +12,12 @@ from typing import Any, NoReturn
 from ts.torch_handler.base_handler import BaseHandler
 
 from handler import wake
-from handler.errors import InternalError, RequestError
-from handler.job_table import JobTable, Part, Piece, failure
+from handler.calls import Way, way_of
+from handler.errors import InternalError, RequestError, Unsupported
+from handler.job_table import JobTable, Part, Piece, failure, fitted
 from handler.metrics import MetricsThread
 from handler.receiving import read_ahead_from_frontend
+from handler.reply import Lost
 from handler.routes import Call, answer
 from handler.serving import Serving, start_serving
 
@@ -109,12 +111,22 @@ class LlamaHandler(BaseHandler):  # type: ignore[misc]
         """Answer a new request, or start its job and return None."""
         if self.serving is None:
             raise InternalError("the model is not loaded")
+        way = way_of(call.headers)
+        if way is Way.SEQUENCE:
+            raise Unsupported("StreamPredictions2 is not served, use StreamPredictions")
+        if way is Way.LOST:
+            logger.warning(
+                "StreamPredictions2 took a place of batchSize for good: the frontend isn't mended (docs/grpc.md)"
+            )
+            self.jobs.add(Lost(call.job_id))
+            return None
         if wake.is_wake(call.path):
             job = wake.answer(call.job_id, call.path, context.system_properties["batch_size"])
         else:
             job = answer(call, self.serving)
         if isinstance(job, Piece):
             return job
+        job.came_by(way)
         for request in job.requests:
             self.serving.engine.check(request)
         self.jobs.add(job)
@@ -151,6 +163,7 @@ def _reply(pieces: dict[int, Piece | None], context: Any) -> list[bytes | str]:
             del context.request_ids[index]  # left out of this reply, and polled again
             replies.append("")
             continue
+        piece = fitted(piece, way_of(context.get_all_request_header(index)))
         endings[index] = {Part.WHOLE: None, Part.MORE: False, Part.LAST: True}[piece.part]
         context.set_response_content_type(index, piece.content_type)
         context.set_response_status(piece.status, piece.phrase, index)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from generation.types import Output, Request, TokenLogprob
 
+from .calls import Way
 from .errors import InternalError, RequestError
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Choice(ABC):
 
 
 class Job(ABC):
-    """One HTTP request on its way: its engine requests, and the reply as far as it has come.
+    """One request on its way: its engine requests, and the reply as far as it has come.
 
     Hand every output of its requests to `add`. Then, for a stream, send what `take_events` returns until `done`;
     otherwise send `body` once `done`. `error` set means that the request as a whole has failed.
@@ -116,6 +117,7 @@ class Job(ABC):
     def __init__(self, job_id: str, stream: bool, choices: Sequence[Choice]) -> None:
         self.job_id = job_id
         self.stream = stream
+        self.way = Way.HTTP
         self.error: RequestError | None = None
         self.started = False
         """Whether the engine has given any output."""
@@ -125,6 +127,12 @@ class Job(ABC):
         self._touched: dict[str, Choice] = {}
         self._pending = False
         self._closed = False
+
+    def came_by(self, way: Way) -> None:
+        """With gRPC the call decides whether the reply is a stream, not the body."""
+        self.way = way
+        if way is not Way.HTTP:
+            self.stream = way is Way.STREAM
 
     @abstractmethod
     def reply(self) -> Any:
@@ -192,3 +200,14 @@ class Job(ABC):
     def body(self) -> bytes:
         """The reply to a request that doesn't stream, or its error."""
         return encode(self.reply() if self.error is None else self.error.body()).encode("utf-8")
+
+
+class Lost(Job):
+    """A request that can't be answered: it keeps its place until the worker ends."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(job_id, stream=False, choices=[])
+        self.way = Way.LOST
+
+    def reply(self) -> Any:
+        return None

@@ -32,7 +32,8 @@ class Call:
     @property
     def path(self) -> str:
         """What comes behind the model's own address, without slashes at its ends; the method isn't passed."""
-        return str(self.headers.get("url_path") or "").strip("/")
+        path = self.headers.get("url_path")
+        return path.strip("/") if isinstance(path, str) else ""  # otherwise a field of this name
 
     @property
     def content_type(self) -> str | None:

@@ -19,6 +19,9 @@ from scripts.processes import VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
+PORTS = ("inference", "management", "metrics", "gRPC", "gRPC management")
+"""What a server's ports are for, in their order from its own on."""
+LAST_PORT = 65535 - (len(PORTS) - 1)
 LONGEST_TEMPORARY = 80
 """The workers' Unix sockets lie in the temporary folder, and the path of a socket may have 107 bytes."""
 
@@ -46,6 +49,15 @@ class RunDir:
     @property
     def management_url(self) -> str:
         return f"http://{HOST}:{self.port + 1}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{HOST}:{self.port + PORTS.index('gRPC')}"
+
+    @property
+    def frontend(self) -> Path:
+        """Java classes that come before TorchServe's own."""
+        return self.path / "frontend"
 
     @property
     def logs(self) -> Path:
@@ -98,6 +110,8 @@ class RunDir:
         config = read_properties((ROOT / "config.properties").read_text(encoding="utf-8"))
         addresses = ("inference_address", "management_address", "metrics_address")
         config |= {name: f"http://{HOST}:{self.port + i}" for i, name in enumerate(addresses)}
+        config |= {f"grpc_{name}_address": HOST for name in ("inference", "management")}
+        config |= {"grpc_inference_port": str(self.port + 3), "grpc_management_port": str(self.port + 4)}
         config |= {"model_store": str(self.model_store), "disable_token_authorization": "true"}
         if (ROOT / "metrics.yaml").exists():
             config["metrics_config"] = str(ROOT / "metrics.yaml")
@@ -118,12 +132,13 @@ class RunDir:
         That launcher keeps one pid file per temporary folder, so it allows one server for each user; and its way to
         move the folder would move that of the model's processes too, with their compile caches.
         """
-        home = _torchserve_home()
+        home = torchserve_home()
         command = [java.executable, f"-Dmodel_server_home={home}", f"-Djava.io.tmpdir={self.temporary}"]
         command += [f"-Dlog4j.configurationFile={(ROOT / 'log4j2.xml').as_uri()}", *config.get("vmargs", "").split()]
         if java.major >= 24:
             command += ["--enable-native-access=ALL-UNNAMED", "--sun-misc-unsafe-memory-access=allow"]
-        command += ["-cp", f"{home}/ts/frontend/*", "org.pytorch.serve.ModelServer", "--python", sys.executable]
+        command += ["-cp", f"{self.frontend}:{home}/ts/frontend/*"]
+        command += ["org.pytorch.serve.ModelServer", "--python", sys.executable]
         return [*command, "-f", str(self.path / "config.properties"), "-s", str(self.model_store), "-ncs"]
 
 
@@ -139,7 +154,7 @@ def read_properties(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def _torchserve_home() -> Path:
+def torchserve_home() -> Path:
     """The folder that holds TorchServe's package `ts`."""
     spec = importlib.util.find_spec("ts")
     if spec is None or spec.origin is None:
@@ -167,19 +182,19 @@ def port_in_use(port: int) -> bool:
 
 
 def check_ports(port: int) -> None:
-    """Raises ServerError naming the first of the three ports that can't be used."""
-    if not 1 <= port <= 65533:
-        raise ServerError(f"port is {port}, expected 1 to 65533 (the two after it are used as well)")
-    for offset, use in enumerate(("inference", "management", "metrics")):
+    """Raises ServerError naming the first of the five ports that can't be used."""
+    if not 1 <= port <= LAST_PORT:
+        raise ServerError(f"port is {port}, expected 1 to {LAST_PORT} (the four after it are used as well)")
+    for offset, use in enumerate(PORTS):
         if port_in_use(port + offset):
             raise ServerError(f"port {port + offset} ({use}) is in use; choose another: PORT={port + 10 + offset}")
 
 
 def free_port() -> int:
-    """A port that is free together with the two after it."""
+    """A port that is free together with the four after it."""
     while True:
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             port: int = probe.getsockname()[1]
-        if port <= 65533 and not any(port_in_use(port + offset) for offset in range(3)):
+        if port <= LAST_PORT and not any(port_in_use(port + offset) for offset in range(len(PORTS))):
             return port

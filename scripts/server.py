@@ -17,6 +17,7 @@ from types import FrameType
 import requests
 
 from model.progress import PROGRESS_LINE
+from scripts.frontend_fix import write_fix
 from scripts.java import find_java
 from scripts.package_archive import ArchiveOptions, PackagingError, add_model_arguments, archive_options, package
 from scripts.processes import end, marked
@@ -40,7 +41,7 @@ def start(
     archive_format: str = "no-archive",
     properties: Mapping[str, str] | None = None,
 ) -> tuple[RunDir, subprocess.Popen[bytes]]:
-    """Package the model, start a server at `port` and the two ports after it, and wait until it answers.
+    """Package the model, start a server at `port` and the four ports after it, and wait until it answers.
 
     With `foreground` the frontend's warnings go to this terminal, otherwise to logs/console.log. `properties` come
     before those of config.properties.
@@ -57,6 +58,7 @@ def start(
     try:
         package(run.model_store, options, name=MODEL, archive_format=archive_format)
         config = run.write_config(properties or {})
+        _mend_frontend(run)
         with (run.logs / "console.log").open("wb") as console:
             process = subprocess.Popen(
                 run.command(java, config),
@@ -74,6 +76,13 @@ def start(
             process.wait()
         raise
     return run, process
+
+
+def _mend_frontend(run: RunDir) -> None:
+    try:
+        write_fix(run.frontend)
+    except ServerError as error:  # the handler copes with a frontend as it comes
+        print(f"warning: {error}; gRPC has no streams and no statuses", file=sys.stderr, flush=True)
 
 
 def check_free(port: int) -> None:
@@ -262,7 +271,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("start", "serve", "stop", "status"):
         command = commands.add_parser(name)
-        command.add_argument("--port", type=int, default=8080, help="inference; management and metrics come after it")
+        command.add_argument("--port", type=int, default=8080, help="inference; the others come after it")
         if name in ("start", "serve"):
             add_model_arguments(command)
         if name == "stop":

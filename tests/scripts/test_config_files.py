@@ -56,6 +56,9 @@ def test_properties_are_safe_to_deploy(properties: dict[str, str]) -> None:
     assert properties["disable_token_authorization"] == "false"
     assert properties["management_address"].startswith("http://127.0.0.1:")
     assert properties["metrics_address"].startswith("http://127.0.0.1:")
+    assert properties["grpc_inference_address"] == properties["grpc_management_address"] == "127.0.0.1"
+    assert int(properties["grpc_inference_port"]) == 7070
+    assert int(properties["grpc_management_port"]) == 7071
     assert properties["allowed_urls"] == "file://none"
 
 

@@ -68,6 +68,9 @@ def test_config_has_the_ports_on_this_machine_only(run: RunDir) -> None:
     assert config == read_properties((run.path / "config.properties").read_text(encoding="utf-8"))
     addresses = [config[name] for name in ("inference_address", "management_address", "metrics_address")]
     assert addresses == ["http://127.0.0.1:9000", "http://127.0.0.1:9001", "http://127.0.0.1:9002"]
+    assert (config["grpc_inference_address"], config["grpc_inference_port"]) == ("127.0.0.1", "9003")
+    assert (config["grpc_management_address"], config["grpc_management_port"]) == ("127.0.0.1", "9004")
+    assert run.grpc_address == "127.0.0.1:9003"
     assert config["disable_token_authorization"] == "true"
     assert config["model_store"] == str(run.model_store)
 
@@ -85,6 +88,7 @@ def test_command(run: RunDir, major: int) -> None:
     assert command[0] == "java"
     assert f"-Djava.io.tmpdir={run.temporary}" in command
     assert {"-Xmx1g", "-Xms64m"} < set(command)
+    assert command[command.index("-cp") + 1].startswith(f"{run.frontend}:"), "before TorchServe's own classes"
     assert ("--enable-native-access=ALL-UNNAMED" in command) == (major >= 24)
 
 
@@ -109,7 +113,7 @@ def test_busy_port_is_named() -> None:
     check_ports(port)
 
 
-@pytest.mark.parametrize("port", [0, -1, 65534])
+@pytest.mark.parametrize("port", [0, -1, 65532])
 def test_impossible_port(port: int) -> None:
-    with pytest.raises(ServerError, match=f"port is {port}, expected 1 to 65533"):
+    with pytest.raises(ServerError, match=f"port is {port}, expected 1 to 65531"):
         check_ports(port)
