@@ -314,7 +314,8 @@ def test_non_finite_logits_fail_that_request_alone(
 
 def test_before_a_model_is_loaded_nothing_is_raised() -> None:
     handler = LlamaHandler()
-    context = SimpleNamespace(request_ids={0: "a"}, get_request_id=lambda i: "a", get_all_request_header=lambda i: {})
+    context = SimpleNamespace(request_ids={0: "a"}, get_request_id=lambda i: "a")
+    context.get_all_request_header = lambda i: {"url_path": ""}
     statuses: list[int] = []
     context.set_response_status = lambda code, phrase, i: statuses.append(code)
     context.set_response_content_type = lambda i, value: None

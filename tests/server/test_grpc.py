@@ -255,7 +255,7 @@ def test_slow_unary_call_gets_one_message(client: Client) -> None:
 
 def test_example(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
     """The page's program prints a whole reply, and the events of a stream."""
-    (block,) = blocks(PAGE, "python")
+    (block,) = blocks(PAGE, "py")
     assert "127.0.0.1:8083" in block.text
     program = block.text.replace("127.0.0.1:8083", client.server.run.grpc_address)
     exec(compile(program, PAGE.name, "exec"), {})
