@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from generation.generate import chat_completion, generate, text_completion
+from generation.interface import ChatPrediction, CompletionPrediction, Dialog, Message, Role
+from generation.sampling import sample_top_p
 from model.loader import load_model as load
-
-from .generate import chat_completion, generate, text_completion
-from .sampling import sample_top_p
-from .types import ChatPrediction, CompletionPrediction, Dialog, Message, Role
 
 __all__ = [
     "ChatPrediction",

@@ -12,11 +12,10 @@ from typing import Any, NoReturn, Protocol, get_args
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from generation.interface import Dialog, Role
 from model.config import CheckpointError
-from model.tokenizer import Tokenizer
-from model.tokenizer_added import AddedToken, AddedTokenFinder, alternatives
-
-from .types import Dialog, Role
+from model.tokenizer.added import AddedToken, AddedTokenFinder, alternatives
+from model.tokenizer.tokenizer import Tokenizer
 
 LLAMA2_MARKERS = ("<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 _ROLES = get_args(Role)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from model.tokenizer import TextDecoder, Tokenizer
+from model.tokenizer.tokenizer import TextDecoder, Tokenizer
 
 
 class Detokenizer:

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from generation.chat_format import chat_format_for
+from generation.detokenizer import Detokenizer
+from generation.engine.engine import Engine, EngineSettings, agreed_cache_tokens
+from generation.interface import ChatPrediction, CompletionPrediction, Dialog, Output, Request, SamplingParams
 from model.llama import Llama
-from model.tokenizer import Tokenizer
-
-from .chat_format import chat_format_for
-from .detokenizer import Detokenizer
-from .engine import Engine, EngineSettings, agreed_cache_tokens
-from .types import ChatPrediction, CompletionPrediction, Dialog, Output, Request, SamplingParams
+from model.tokenizer.tokenizer import Tokenizer
 
 _ENGINE = "_library_engine"
 _numbers = itertools.count()

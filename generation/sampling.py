@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .drawing import draw, nucleus
-from .types import Sequence, TokenLogprob
+from generation.interface import Sequence, TokenLogprob
+from generation.top_p import draw, nucleus
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 BITS_ADDED = np.where(_BITS == 1, 0, -np.inf).astype(np.float32)

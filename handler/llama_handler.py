@@ -11,15 +11,15 @@ from typing import Any, NoReturn
 
 from ts.torch_handler.base_handler import BaseHandler
 
-from handler import wake
-from handler.calls import Way, way_of
+from handler.dialects.reply import Lost
 from handler.errors import InternalError, RequestError, Unsupported
-from handler.job_table import JobTable, Part, Piece, failure, fitted
-from handler.metrics import MetricsThread
-from handler.receiving import read_ahead_from_frontend
-from handler.reply import Lost
 from handler.routes import Call, answer
-from handler.serving import Serving, start_serving
+from handler.torchserve import wake
+from handler.torchserve.calls import Way, way_of
+from handler.torchserve.jobs import JobTable, Part, Piece, failure, fitted
+from handler.torchserve.metrics import MetricsThread
+from handler.torchserve.socket_buffer import read_ahead_from_frontend
+from handler.torchserve.startup import Serving, start_serving
 
 logger = logging.getLogger("handler.llama_handler")  # TorchServe imports this file as a module of its own
 

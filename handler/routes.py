@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import health, openai_api
-from .body import Body, parse_body
-from .building import ServingContext
-from .errors import NotFound
-from .job_table import Part, Piece
-from .limits import check_queue
-from .native_api import build_job
-from .reply import JSON, Job
-from .serving import Serving
+from handler.dialects.openai import api as openai_api
+from handler.dialects.plain.api import build_job
+from handler.dialects.reply import JSON, Job
+from handler.errors import NotFound
+from handler.requests.body import Body, parse_body
+from handler.requests.encode import ServingContext
+from handler.requests.limits import check_queue
+from handler.torchserve import health
+from handler.torchserve.jobs import Part, Piece
+from handler.torchserve.startup import Serving
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from .validation import limited, mistakes, shorten
+from handler.requests.messages import limited, mistakes, shorten
 
 # The keys of the reference example's configuration, and the names requests use.
 ALIASES = {

@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from .config import ModelConfig
-from .parallel import Shard
+from model.config import ModelConfig
+from model.distributed.parallel import Shard
 
 BLOCK_TOKENS = 16
 """Tokens in one cache block. Block 0 is never written: tables are padded with it, and it stays zero."""
@@ -151,7 +151,7 @@ def make_batch(
     logit_rows: np.ndarray,
     device: torch.device,
 ) -> Batch:
-    """A batch, on `device`, from a step plan's arrays (see `generation.types.StepPlan`)."""
+    """A batch, on `device`, from a step plan's arrays (see `generation.interface.StepPlan`)."""
     if len(tokens) == len(counts):  # one token of each sequence
         sequence, positions = np.arange(len(counts)), starts
     else:

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .collectives import Communicator
-from .config import ModelConfig
-from .kernels import TorchKernels, choose_kernels
-from .kv_cache import Batch, KVCache
-from .linear import Linear, Packed, packed_kind
-from .native_layers import NativeLayers, native_layers
-from .parallel import Shard, plan_shards
-from .rope import rotary_table
+from model.config import ModelConfig
+from model.distributed.collectives import Communicator
+from model.distributed.parallel import Shard, plan_shards
+from model.kernels.layers import NativeLayers, native_layers
+from model.kernels.linear import Linear, Packed, packed_kind
+from model.kernels.operations import TorchKernels, choose_kernels
+from model.kv_cache import Batch, KVCache
+from model.rope import rotary_table
 
 
 class Attention:

@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, open_checkpoint
-from .collectives import Communicator, init_communicator
-from .config import CheckpointError, parameter_shapes
-from .linear import packed_kind
-from .llama import Llama
-from .memory import check_memory
-from .parallel import Shard, part_of, plan_shards
-from .process import cpu_threads
-from .progress import Progress, loading_label, terminal_progress
-from .tokenizer import Tokenizer
+from model.checkpoint import Checkpoint, open_checkpoint
+from model.config import CheckpointError, parameter_shapes
+from model.distributed.collectives import Communicator, init_communicator
+from model.distributed.parallel import Shard, part_of, plan_shards
+from model.kernels.linear import packed_kind
+from model.llama import Llama
+from model.memory import check_memory
+from model.process import cpu_threads
+from model.progress import Progress, loading_label, terminal_progress
+from model.tokenizer.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import torch
 
-from .config import CheckpointError, ModelConfig
-from .kv_cache import BLOCK_TOKENS, bytes_per_token
-from .linear import QUANTIZATIONS, packed_bytes, packed_kind
-from .parallel import Shard
-from .process import control_groups, kernel_text
+from model.config import CheckpointError, ModelConfig
+from model.distributed.parallel import Shard
+from model.kernels.linear import QUANTIZATIONS, packed_bytes, packed_kind
+from model.kv_cache import BLOCK_TOKENS, bytes_per_token
+from model.process import control_groups, kernel_text
 
 CPU = torch.device("cpu")
 

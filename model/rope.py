@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from .config import CheckpointError, ModelConfig
+from model.config import CheckpointError, ModelConfig
 
 
 def frequencies(head_dim: int, theta: float) -> Tensor:

@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from model.checkpoint import Checkpoint, open_checkpoint
-from model.checkpoint.write_gguf import write_gguf
-from model.checkpoint.write_huggingface import write_huggingface
-from model.checkpoint.write_meta import check_expressible, write_meta
+from model.checkpoint.gguf.write import write_gguf
+from model.checkpoint.huggingface.write import write_huggingface
+from model.checkpoint.meta.write import check_expressible, write_meta
 from model.checkpoint.writing import FLOATS, QUANTIZED, SPARE_BYTES, Weights, appearing, plan_types
 from model.config import CheckpointError
-from model.tokenizer import Tokenizer
-from model.tokenizer_export import export_gguf, export_huggingface, export_sentencepiece
+from model.tokenizer.export import export_gguf, export_huggingface, export_sentencepiece
+from model.tokenizer.tokenizer import Tokenizer
 
 FORMATS = ("meta", "huggingface", "gguf")
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

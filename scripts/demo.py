@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from scripts.package_archive import PackagingError, add_model_arguments, archive_options
-from scripts.run_dir import ServerError, free_port
+from scripts.serve.run_dir import ServerError, free_port
 from scripts.server import MODEL, exit_on_signals, start, stop_run
 from scripts.smoke import Unexpected, post
 

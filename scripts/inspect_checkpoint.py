@@ -25,10 +25,10 @@ from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.rope_scaling import find_scaling
 from model.checkpoint.writing import stored_bytes
 from model.config import CheckpointError, ModelConfig, parameter_shapes
+from model.distributed.parallel import plan_shards
 from model.loader import DTYPES, resolve_device, resolve_dtype
 from model.memory import available_bytes, kv_bytes_per_token, size, weights_bytes
-from model.parallel import plan_shards
-from model.tokenizer import SentencePieceTokenizer, Tokenizer
+from model.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer
 
 FORMATS = {"meta": "Meta", "huggingface": "Hugging Face", "gguf": "GGUF"}
 WEIGHT_FILES = {"meta": "consolidated.*.pth", "huggingface": "*.safetensors"}

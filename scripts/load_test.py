@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 import psutil
 import requests
 
-from .measure import percentiles
-from .processes import marked
-from .run_dir import RunDir
-from .server import MODEL
+from scripts.benchmark.measure import percentiles
+from scripts.serve.processes import marked
+from scripts.serve.run_dir import RunDir
+from scripts.server import MODEL
 
 TIMEOUT = 300
 IDLE_WITHIN_S = 30.0

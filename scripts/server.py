@@ -17,11 +17,11 @@ from types import FrameType
 import requests
 
 from model.progress import PROGRESS_LINE
-from scripts.frontend_fix import write_fix
-from scripts.java import find_java
 from scripts.package_archive import ArchiveOptions, PackagingError, add_model_arguments, archive_options, package
-from scripts.processes import end, marked
-from scripts.run_dir import ROOT, RunDir, ServerError, check_ports, path_of
+from scripts.serve.frontend_fix import write_fix
+from scripts.serve.java import find_java
+from scripts.serve.processes import end, marked
+from scripts.serve.run_dir import ROOT, RunDir, ServerError, check_ports, path_of
 
 MODEL = "llama2"
 STARTUP_TIMEOUT = 1200.0

@@ -59,7 +59,7 @@ def _install(venv: Path, stamp: Path) -> None:
 
 def _ensure_java(venv: Path) -> None:
     """Install the `java` extra where the machine has no usable Java."""
-    program = "from scripts.java import find_java; raise SystemExit(not find_java())"
+    program = "from scripts.serve.java import find_java; raise SystemExit(not find_java())"
     if subprocess.run([str(venv / "bin" / "python"), "-c", program], cwd=ROOT, check=False).returncode:
         print("No Java 11 or newer in JAVA_HOME or PATH: installing one into .venv ...", flush=True)
         _pip(venv, "--editable", f".[java,{EXTRAS}]")

@@ -10,8 +10,8 @@ import pytest
 
 from generation import load
 from scripts.fetch_demo_model import fetch
-from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
-from tests.serving import Server, serving
+from tests.helpers.serving import Server, serving
+from tests.helpers.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
 
 
 @pytest.fixture(scope="session")

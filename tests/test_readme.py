@@ -14,17 +14,30 @@ import yaml
 from pydantic_core import PydanticUndefined
 
 from generation.chat_format import Llama2ChatFormat
-from handler.body import parse_body
-from handler.request import ALIASES, NativeRequest
+from handler.dialects.plain.request import ALIASES, NativeRequest
+from handler.requests.body import parse_body
 from handler.routes import ROUTES
 from handler.settings import ALIASES as SETTINGS_ALIASES
 from handler.settings import HandlerSettings
-from model.checkpoint import gguf_types, huggingface, meta
 from model.checkpoint.base import TYPE_NAMES
-from model.tokenizer import SentencePieceTokenizer
-from scripts.run_dir import read_properties
-from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
-from tests.readme_examples import DOCUMENTS, README, ROOT, Block, Example, blocks, code, commands, curl_examples, table
+from model.checkpoint.gguf import block_types as gguf_types
+from model.checkpoint.huggingface import read as huggingface
+from model.checkpoint.meta import read as meta
+from model.tokenizer.tokenizer import SentencePieceTokenizer
+from scripts.serve.run_dir import read_properties
+from tests.helpers.readme_examples import (
+    DOCUMENTS,
+    README,
+    ROOT,
+    Block,
+    Example,
+    blocks,
+    code,
+    commands,
+    curl_examples,
+    table,
+)
+from tests.helpers.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
 
 HTTP_API = ROOT / "docs" / "http-api.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
@@ -82,6 +95,12 @@ def script_calls() -> Iterator[Any]:
                 yield pytest.param(words[words.index("-m") + 1 :], id=f"{path.name}: {' '.join(words)}"[:70])
 
 
+def program(name: str) -> Any:
+    """The module that `python -m name` runs."""
+    module = importlib.import_module(name)
+    return importlib.import_module(f"{name}.__main__") if hasattr(module, "__path__") else module
+
+
 @pytest.mark.parametrize("words", script_calls())
 def test_scripts_have_the_options(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -90,7 +109,7 @@ def test_scripts_have_the_options(
     subcommand = [word for word in arguments[:1] if not word.startswith("-")]
     monkeypatch.setattr("sys.argv", [name, *subcommand, "--help"])
     with pytest.raises(SystemExit) as ended:
-        importlib.import_module(name).main()
+        program(name).main()
     assert ended.value.code == 0
     options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert {word for word in arguments if word.startswith("--")} <= options
@@ -105,7 +124,7 @@ def test_checkpoint_scripts_run(
 ) -> None:
     """One after the other as they stand there, on a tiny Meta checkpoint in place of the reader's."""
     # an affair of torchrun's ranks: here it would be about the process that runs the tests
-    monkeypatch.setattr("scripts.load_benchmark.die_with_parent", lambda: None)
+    monkeypatch.setattr("scripts.benchmark.load.die_with_parent", lambda: None)
     ran = set()
     for words in commands(CHECKPOINTS):
         if "-m" not in words:
@@ -121,7 +140,7 @@ def test_checkpoint_scripts_run(
         if name.endswith("fetch_demo_model"):
             assert Path(shown.strip()) == demo_checkpoint
         ran.add(name.removeprefix("scripts."))
-    assert ran >= {"inspect_checkpoint", "make_synthetic_checkpoint", "load_benchmark", "convert_checkpoint"}
+    assert ran >= {"inspect_checkpoint", "make_synthetic_checkpoint", "benchmark.load", "convert_checkpoint"}
 
 
 def test_checkpoint_types_are_those_of_the_code() -> None:
@@ -145,13 +164,18 @@ def test_documents_are_all_linked_from_the_readme() -> None:
         assert f"({path.relative_to(ROOT)})" in text
 
 
-def test_files_named_in_the_architecture_exist() -> None:
-    for names, _ in table(ROOT / "docs" / "architecture.md", "## Files"):
-        folder = Path()
-        for name in re.findall(r"`([^`]+)`", names):
-            path = Path(name) if "/" in name else folder / name
-            folder = path.parent
-            assert list(ROOT.glob(str(path))), name
+def test_folders_of_the_architecture_are_those_of_the_project() -> None:
+    """With the files it names in each; folders whose parent's row speaks for them need no row of their own."""
+    shown = {
+        cells[0].strip("`").rstrip("/"): cells[1] for cells in table(ROOT / "docs" / "architecture.md", "## The house")
+    }
+    for folder, text in shown.items():
+        for name in re.findall(r"`(\w+(?:\.py|/))`", text):
+            assert (ROOT / folder / name).exists(), f"{folder}/{name}"
+    for package in ("handler", "generation", "model", "scripts", "tests"):
+        for file in (ROOT / package).glob("*/*.py"):
+            folder = file.parent.relative_to(ROOT)
+            assert str(folder) in shown or str(folder.parent) in ("scripts", "tests"), folder
 
 
 def test_http_fields_are_those_of_the_request() -> None:

@@ -10,13 +10,12 @@ import os
 import re
 from pathlib import Path
 
+from model.checkpoint.base import Checkpoint
+from model.checkpoint.gguf.header import MAGIC
+from model.checkpoint.gguf.read import GGUFCheckpoint
+from model.checkpoint.huggingface.read import INDEX_SUFFIX, SUFFIX, HuggingFaceCheckpoint
+from model.checkpoint.meta.read import MetaCheckpoint
 from model.config import CheckpointError
-
-from .base import Checkpoint
-from .gguf import GGUFCheckpoint
-from .gguf_header import MAGIC
-from .huggingface import INDEX_SUFFIX, SUFFIX, HuggingFaceCheckpoint
-from .meta import MetaCheckpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 

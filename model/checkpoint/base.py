@@ -19,7 +19,7 @@ from model.config import CheckpointError, ModelConfig, parameter_shapes
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from model.tokenizer import Tokenizer
+    from model.tokenizer.tokenizer import Tokenizer
 
 Shape = tuple[int, ...]
 
@@ -170,7 +170,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     if path.is_dir() or path.name == "tokenizer.json":
         # imported here so that weights can be read without a tokenizer library
-        from model.tokenizer import tokenizer_from_directory
+        from model.tokenizer.tokenizer import tokenizer_from_directory
 
         return tokenizer_from_directory(path if path.is_dir() else path.parent)
     return load_sentencepiece(path)
@@ -183,7 +183,7 @@ def load_sentencepiece(path: Path) -> Tokenizer:
         CheckpointError: There is no such file, or something else is in it.
     """
     # imported here so that weights can be read without a tokenizer library
-    from model.tokenizer import SentencePieceTokenizer
+    from model.tokenizer.tokenizer import SentencePieceTokenizer
 
     if not path.is_file():
         raise CheckpointError(

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from model.checkpoint.base import Checkpoint
+from model.checkpoint.gguf.read import GGUFCheckpoint
 from model.config import CheckpointError, ModelConfig, parameter_shapes
-
-from .base import Checkpoint
-from .gguf import GGUFCheckpoint
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types that every format can hold."""

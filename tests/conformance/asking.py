@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import requests
 
-from tests.serving import Server
+from tests.helpers.serving import Server
 
 CONTEXT = 256
 """Tokens of the tiny model's context."""

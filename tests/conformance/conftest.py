@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from model.tokenizer import Tokenizer
-from tests.serving import Server
+from model.tokenizer.tokenizer import Tokenizer
+from tests.helpers.serving import Server
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.conformance.asking import v1_answer, v1_chunks
-from tests.report import report
-from tests.serving import Server
-from tests.sse import read_stream
+from tests.helpers.report import report
+from tests.helpers.serving import Server
+from tests.helpers.sse import read_stream
 
 
 def question(text: str) -> list[dict[str, str]]:

@@ -9,8 +9,8 @@ import pytest
 import requests
 
 from tests.conformance.asking import GREEDY, error_of, refusal
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.report import report
+from tests.helpers.serving import Server
 
 BODY = {"prompt": "Hello 你好", **GREEDY}
 JSON = {"Content-Type": "application/json"}

@@ -9,8 +9,8 @@ import pytest
 
 from handler.settings import HandlerSettings
 from tests.conformance.asking import CONTEXT, GREEDY, refusal
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.report import report
+from tests.helpers.serving import Server
 
 LONG: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 

@@ -11,10 +11,10 @@ import torch
 from generation import generate
 from model.kv_cache import BLOCK_TOKENS, KVCache, make_batch
 from model.llama import Llama
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 from tests.conformance.asking import GREEDY, LOUD, all_negative, strict_json
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.report import report
+from tests.helpers.serving import Server
 
 
 def reference(model: Llama, ids: list[int]) -> torch.Tensor:

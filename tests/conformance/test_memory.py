@@ -8,13 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from generation.engine import Engine, EngineSettings, agreed_cache_tokens
-from generation.types import Request, SamplingParams
+from generation.engine.engine import Engine, EngineSettings, agreed_cache_tokens
+from generation.interface import Request, SamplingParams
 from model.kv_cache import BLOCK_TOKENS, bytes_per_token
-from tests.model.ranks import make_model
-from tests.model.tiny import random_weights, tiny_config
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.ranks import make_model
+from tests.helpers.report import report
+from tests.helpers.serving import Server
+from tests.helpers.tiny import random_weights, tiny_config
 
 
 @report("B147", "pytorch/serve#1003")

@@ -9,10 +9,10 @@ import pytest
 import requests
 from openai import BadRequestError, NotFoundError, OpenAI
 
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 from tests.conformance.asking import CONTEXT, EOS, byte_id, error_of, v1, v1_answer
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.report import report
+from tests.helpers.serving import Server
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT: dict[str, Any] = {"model": "llama2", "messages": HELLO, "temperature": 0, "max_tokens": 8}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 from tests.conformance.asking import all_negative, v1_answer, v1_chunks
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.report import report
+from tests.helpers.serving import Server
 
 TEXT: dict[str, Any] = {"model": "llama2", "prompt": "The quick brown fox", "temperature": 0, "max_tokens": 4}
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -8,8 +8,8 @@ import pytest
 from openai import OpenAI
 
 from tests.conformance.asking import EOS, v1_answer, v1_chunks
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.report import report
+from tests.helpers.serving import Server
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT: dict[str, Any] = {"model": "llama2", "messages": HELLO, "seed": 3, "max_tokens": 30}

@@ -10,11 +10,11 @@ import requests
 import torch
 
 from generation import sample_top_p
+from generation.interface import Request, SamplingParams, Sequence
 from generation.sampling import sample
-from generation.types import Request, SamplingParams, Sequence
 from tests.conformance.asking import GREEDY, byte_id, error_of, refusal, strict_json
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.report import report
+from tests.helpers.serving import Server
 
 PROMPT = {"prompt": "The quick brown fox", "max_gen_len": 12, "ignore_eos": True}
 

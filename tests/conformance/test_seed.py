@@ -6,8 +6,8 @@ from typing import Any
 
 from generation import text_completion
 from tests.conformance.asking import LOUD
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.report import report
+from tests.helpers.serving import Server
 
 DRAWN = {"prompt": "Hello", "max_gen_len": 12, **LOUD}
 

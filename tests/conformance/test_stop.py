@@ -8,9 +8,9 @@ import pytest
 
 from generation.detokenizer import StopMatcher
 from tests.conformance.asking import GREEDY
-from tests.report import report
-from tests.serving import Server
-from tests.sse import read_stream
+from tests.helpers.report import report
+from tests.helpers.serving import Server
+from tests.helpers.sse import read_stream
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.conformance.asking import EOS, GREEDY, LOUD, byte_id, error_of
-from tests.report import report
-from tests.serving import Server
-from tests.sse import read_stream
+from tests.helpers.report import report
+from tests.helpers.serving import Server
+from tests.helpers.sse import read_stream
 
 WIDE = "你是谁？ 😀 café"  # noqa: RUF001
 

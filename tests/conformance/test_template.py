@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from generation.chat_format import Llama2ChatFormat, chat_format_for
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 from tests.conformance.asking import EOS, GREEDY, error_of, refusal
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.report import report
+from tests.helpers.serving import Server
 
 ROOT = Path(__file__).parents[2]
 

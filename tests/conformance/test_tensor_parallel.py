@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from model.config import CheckpointError, ModelConfig, parameter_shapes
-from model.parallel import part_of, plan_shards
-from tests.report import report
+from model.distributed.parallel import part_of, plan_shards
+from tests.helpers.report import report
 
 LLAMA_2 = {
     "7B": ModelConfig(4096, 32, 32, 32, 128, 11008, 32000),

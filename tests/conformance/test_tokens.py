@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generation.detokenizer import Detokenizer
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 from tests.conformance.asking import EOS, GREEDY, LOUD, byte_id, refusal
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.report import report
+from tests.helpers.serving import Server
 
 
 def spell(tokenizer: Tokenizer, data: bytes) -> list[str]:

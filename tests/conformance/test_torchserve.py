@@ -9,8 +9,8 @@ from pathlib import Path
 import requests
 import yaml
 
-from tests.report import report
-from tests.serving import Server
+from tests.helpers.report import report
+from tests.helpers.serving import Server
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,11 +17,11 @@ from generation.chat_format import (
     chat_format_for,
     validate_dialog,
 )
-from generation.types import Dialog
+from generation.interface import Dialog
 from model.config import CheckpointError
-from model.tokenizer import SentencePieceTokenizer, Tokenizer, tokenizer_from_gguf
-from tests.model.tiny import train_sentencepiece
-from tests.model.tiny_bpe import CHATML, CONTROL_TOKENS, bpe_metadata
+from model.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, tokenizer_from_gguf
+from tests.helpers.tiny import train_sentencepiece
+from tests.helpers.tiny_bpe import CHATML, CONTROL_TOKENS, bpe_metadata
 
 BOS, EOS = 1, 2
 LLAMA2_TEMPLATE = (

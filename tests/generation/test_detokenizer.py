@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from generation.detokenizer import Detokenizer, StopMatcher
-from model.tokenizer import SentencePieceTokenizer, Tokenizer, tokenizer_from_gguf
-from tests.model.tiny import train_sentencepiece
-from tests.model.tiny_bpe import bpe_metadata
+from model.tokenizer.tokenizer import SentencePieceTokenizer, Tokenizer, tokenizer_from_gguf
+from tests.helpers.tiny import train_sentencepiece
+from tests.helpers.tiny_bpe import bpe_metadata
 
 SPM, BPE = "sentencepiece", "bpe"
 

@@ -11,12 +11,12 @@ import torch
 
 import generation
 from generation import chat_completion, generate, load, text_completion
-from generation.types import Dialog
+from generation.interface import Dialog
 from model.checkpoint import open_checkpoint
 from model.loader import load_model
-from tests.model.ranks import on_ranks
-from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
-from tests.report import report
+from tests.helpers.ranks import on_ranks
+from tests.helpers.report import report
+from tests.helpers.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
 
 PROMPTS = ["Hello", "The quick brown fox jumps over", "", "Some words, again and again and again"]
 DIALOGS: list[Dialog] = [

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generation import drawing as drawing_module
 from generation import sample_top_p
+from generation import top_p as drawing_module
+from generation.interface import Request, SamplingParams, Sequence
 from generation.sampling import sample
-from generation.types import Request, SamplingParams, Sequence
 
 
 def sequence(

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from generation.chat_format import Llama2ChatFormat
-from handler.building import ServingContext
+from handler.requests.encode import ServingContext
 from handler.settings import HandlerSettings
-from model.tokenizer import SentencePieceTokenizer
+from model.tokenizer.tokenizer import SentencePieceTokenizer
 
 MAX_SEQ_LEN = 64
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
-from generation.types import FinishReason, Output, Request, SamplingParams
-from handler.job_table import JobTable, Piece
-from handler.native_reply import Choice, Job
-from model.tokenizer import Tokenizer
+from generation.interface import FinishReason, Output, Request, SamplingParams
+from handler.dialects.plain.reply import Choice, Job
+from handler.torchserve.jobs import JobTable, Piece
+from model.tokenizer.tokenizer import Tokenizer
 
 INTERVAL = 0.1
 NO_TOKENIZER = cast(Tokenizer, None)  # asked only for the texts of alternatives

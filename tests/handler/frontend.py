@@ -17,10 +17,10 @@ from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl
 from ts.model_loader import TsModelLoader
 from ts.service import Service
 
-from generation.engine import Engine
+from generation.engine.engine import Engine
 from handler import llama_handler
 from handler.llama_handler import LlamaHandler
-from scripts.run_dir import ROOT
+from scripts.serve.run_dir import ROOT
 
 MAX_SEQ_LEN = 128
 

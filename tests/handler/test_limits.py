@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handler.errors import InvalidRequest, QueueFull
-from handler.limits import check_queue, check_size, longest_token
+from handler.requests.limits import check_queue, check_size, longest_token
 from handler.settings import HandlerSettings
-from model.tokenizer import Tokenizer
-from model.tokenizer_spm import SentencePieceTokenizer
-from tests.model.tiny import train_sentencepiece
+from model.tokenizer.spm import SentencePieceTokenizer
+from model.tokenizer.tokenizer import Tokenizer
+from tests.helpers.tiny import train_sentencepiece
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,14 @@ import torch
 from ts.utils.util import list_classes_from_module
 
 from generation import load, text_completion
-from generation.engine_thread import EngineThread
-from handler import llama_handler, routes, serving
+from generation.engine.thread import EngineThread
+from handler import llama_handler, routes
 from handler.errors import QueueFull
 from handler.llama_handler import LlamaHandler, drain
+from handler.torchserve import startup as serving
 from tests.handler.frontend import MAX_SEQ_LEN, Frontend, Gate, archive, configuration
-from tests.model.tiny import random_weights, save_meta, tiny_config
-from tests.report import report
+from tests.helpers.report import report
+from tests.helpers.tiny import random_weights, save_meta, tiny_config
 
 PROMPTS = [f"{number} quick brown foxes jump over the lazy dog" for number in range(1, 17)]
 GREEDY = {"temperature": 0, "max_gen_len": 12, "ignore_eos": True}

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from generation.chat_format import chat_format_for
-from generation.types import Dialog
+from generation.interface import Dialog
 from model.checkpoint import open_checkpoint
 from model.config import parameter_shapes
 from model.kv_cache import KVCache, make_batch
 from model.loader import load_model
+from scripts.benchmark.peers.peer import transformers_model
 from scripts.fetch_demo_model import fetch
-from scripts.peers import transformers_model
-from tests.model.ranks import on_ranks
+from tests.helpers.ranks import on_ranks
 
 DIALOG: Dialog = [{"role": "user", "content": "Give me three tips for healthy eating."}]
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from generation.engine import Engine, EngineSettings
-from generation.types import Request, SamplingParams
-from model.collectives import Communicator
+from generation.engine.engine import Engine, EngineSettings
+from generation.interface import Request, SamplingParams
 from model.config import CheckpointError
+from model.distributed.collectives import Communicator
+from model.distributed.parallel import deal, plan_shards
 from model.kv_cache import KVCache, make_batch
 from model.llama import Llama
 from model.loader import load_model
-from model.parallel import deal, plan_shards
-from scripts.peers import transformers_model
-from tests.model.ranks import make_model, on_ranks
-from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
-from tests.report import report
+from scripts.benchmark.peers.peer import transformers_model
+from tests.helpers.ranks import make_model, on_ranks
+from tests.helpers.report import report
+from tests.helpers.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
 
 RATIOS = [(4, 4), (8, 2), (8, 1), (9, 3), (12, 4)]
 PROMPTS = [[5], [7, 300, 12, 9, 9], list(range(3, 60)), [250, 1, 17] * 9]

@@ -19,16 +19,17 @@ import pytest
 import torch
 
 from model.checkpoint import open_checkpoint
-from model.checkpoint.meta import MetaCheckpoint
+from model.checkpoint.meta.read import MetaCheckpoint
 from model.config import CheckpointError, ModelConfig, parameter_shapes
-from model.linear import Linear
+from model.distributed.parallel import part_of, plan_shards
+from model.kernels.linear import Linear
 from model.llama import Llama
 from model.loader import load_model, load_weights, resolve_device, resolve_dtype
-from model.parallel import part_of, plan_shards
-from model.tokenizer import BPETokenizer
+from model.tokenizer.tokenizer import BPETokenizer
 from scripts.make_synthetic_checkpoint import make
-from tests.model.ranks import ThreadCommunicator, Weights
-from tests.model.tiny import (
+from tests.helpers.ranks import ThreadCommunicator, Weights
+from tests.helpers.report import report
+from tests.helpers.tiny import (
     TINY_VOCAB,
     random_weights,
     save_gguf,
@@ -38,9 +39,8 @@ from tests.model.tiny import (
     tiny_config,
     train_sentencepiece,
 )
-from tests.model.tiny_tokenizers import byte_level_document
-from tests.model.tiny_tokenizers import save as save_tokenizer
-from tests.report import report
+from tests.helpers.tiny_tokenizers import byte_level_document
+from tests.helpers.tiny_tokenizers import save as save_tokenizer
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -292,7 +292,7 @@ def test_peak_memory(tmp_path: Path, to: str) -> None:
     target = tmp_path / ("model.gguf" if to == "gguf" else "model")
     make(target, config, to, "F16")
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.load_benchmark", str(target)],
+        [sys.executable, "-m", "scripts.benchmark.load", str(target)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

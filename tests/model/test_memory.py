@@ -11,18 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from generation.engine import agreed_cache_tokens
+from generation.engine.engine import agreed_cache_tokens
 from model import llama, loader, memory, process
-from model.collectives import Communicator
 from model.config import CheckpointError, ModelConfig, parameter_shapes
+from model.distributed.collectives import Communicator
+from model.distributed.parallel import plan_shards
+from model.kernels.linear import QUANTIZATIONS, Linear, Packed
 from model.kv_cache import BLOCK_TOKENS, KVCache
-from model.linear import QUANTIZATIONS, Linear, Packed
 from model.llama import Attention, FeedForward, Llama, TransformerBlock
 from model.loader import load_model, load_weights
 from model.memory import available_bytes, check_memory, kv_bytes_per_token, size, weights_bytes
-from model.parallel import plan_shards
-from tests.model.ranks import Weights, make_model, on_ranks
-from tests.model.tiny import random_weights, tiny_config
+from tests.helpers.ranks import Weights, make_model, on_ranks
+from tests.helpers.tiny import random_weights, tiny_config
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -265,7 +265,7 @@ def test_the_default_cache_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config()
     model = make_model(config, random_weights(config))
     free = 10 * BLOCK_TOKENS * kv_bytes_per_token(config, model.shard, model.dtype)
-    monkeypatch.setattr("generation.engine.available_bytes", lambda device: free)
+    monkeypatch.setattr("generation.engine.engine.available_bytes", lambda device: free)
     tokens = agreed_cache_tokens(model)
     assert tokens * kv_bytes_per_token(config, model.shard, model.dtype) <= 0.4 * free
 

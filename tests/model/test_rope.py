@@ -12,8 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model.config import CheckpointError
 from model.rope import frequencies, linear_factors, llama3_factors, rotary_table
-
-from .tiny import tiny_config
+from tests.helpers.tiny import tiny_config
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch
 
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.config import ModelConfig, parameter_shapes
-from model.tokenizer import Tokenizer
-from tests.model.tiny import random_weights, save_gguf, sentencepiece_fields, tiny_config, train_sentencepiece
-from tests.model.tiny_bpe import bpe_metadata
+from model.tokenizer.tokenizer import Tokenizer
+from tests.helpers.tiny import random_weights, save_gguf, sentencepiece_fields, tiny_config, train_sentencepiece
+from tests.helpers.tiny_bpe import bpe_metadata
 
 FORMATS = ("meta", "huggingface", "gguf")
 TEXTS = [

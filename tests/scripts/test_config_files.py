@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from handler.settings import load_settings
-from scripts.run_dir import ROOT, read_properties
+from scripts.serve.run_dir import ROOT, read_properties
 from scripts.server import STARTUP_TIMEOUT
-from tests.report import report
+from tests.helpers.report import report
 
 
 @pytest.fixture

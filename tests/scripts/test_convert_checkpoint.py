@@ -13,7 +13,7 @@ from model.checkpoint import open_checkpoint
 from model.config import CheckpointError
 from model.rope import linear_factors, llama3_factors
 from scripts.convert_checkpoint import Options, convert, main
-from tests.model.tiny import (
+from tests.helpers.tiny import (
     random_weights,
     save_gguf,
     save_meta,
@@ -21,7 +21,7 @@ from tests.model.tiny import (
     tiny_config,
     train_sentencepiece,
 )
-from tests.model.tiny_bpe import bpe_metadata
+from tests.helpers.tiny_bpe import bpe_metadata
 from tests.scripts.conversion import FORMATS, NAMES, TEXTS, assert_same, everything, save_source, types
 
 

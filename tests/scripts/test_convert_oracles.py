@@ -15,8 +15,8 @@ from model.checkpoint import open_checkpoint
 from model.config import parameter_shapes
 from model.kv_cache import KVCache, make_batch
 from scripts.convert_checkpoint import Options, convert
-from tests.model.ranks import make_model
-from tests.model.tiny import gguf_name, random_weights, save_meta, tiny_config
+from tests.helpers.ranks import make_model
+from tests.helpers.tiny import gguf_name, random_weights, save_meta, tiny_config
 from tests.scripts.conversion import save_source
 
 IDS = list(range(3, 380, 9))

@@ -10,7 +10,7 @@ import pytest
 from model.checkpoint import writing
 from model.config import CheckpointError
 from scripts.convert_checkpoint import Options, convert, parse_size
-from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
+from tests.helpers.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
 from tests.scripts.conversion import FORMATS, NAMES, assert_same, everything, save_source
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from model.distributed.parallel import plan_shards
 from model.memory import kv_bytes_per_token, weights_bytes
-from model.parallel import plan_shards
 from scripts import inspect_checkpoint
 from scripts.inspect_checkpoint import aligned, inspect, main, show, valid_ranks
-from tests.model.tiny import random_weights, save_gguf, save_huggingface, save_meta, tiny_config, train_sentencepiece
-from tests.model.tiny_bpe import bpe_metadata
+from tests.helpers.tiny import random_weights, save_gguf, save_huggingface, save_meta, tiny_config, train_sentencepiece
+from tests.helpers.tiny_bpe import bpe_metadata
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import yaml
 
 from scripts import package_archive
 from scripts.package_archive import ArchiveOptions, PackagingError, handler_options, model_config, package
-from tests.report import report
+from tests.helpers.report import report
 
 HANDLER_SOURCE = "import generation\n"
 
@@ -29,9 +29,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "handler/tls.pem": "secret",
         "handler/.env": "secret",
         "model/llama.py": "",
-        "model/native/kernels.c": "",
-        "model/native/kernels.so": "built",
-        "model/checkpoint/gguf.py": "",
+        "model/csrc/kernels.c": "",
+        "model/csrc/kernels.so": "built",
+        "model/checkpoint/gguf/read.py": "",
         "model/__pycache__/llama.cpython-311.pyc": "",
         "generation/__init__.py": "",
         "generation/.git/config": "secret",
@@ -64,9 +64,9 @@ CODE = {
     "handler/ui/index.html",
     "llama_handler.py",
     "model-config.yaml",
-    "model/checkpoint/gguf.py",
+    "model/checkpoint/gguf/read.py",
     "model/llama.py",
-    "model/native/kernels.c",
+    "model/csrc/kernels.c",
 }
 
 

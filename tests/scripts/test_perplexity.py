@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from scripts import perplexity
 from scripts.perplexity import CHARACTERS, VARIANTS, Score, default_text, main, negative_log_likelihood, table, windows
-from tests.model.ranks import make_model, on_ranks
-from tests.model.tiny import random_weights, tiny_config
+from tests.helpers.ranks import make_model, on_ranks
+from tests.helpers.tiny import random_weights, tiny_config
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
 

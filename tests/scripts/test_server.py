@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts import run_dir, server
+from scripts import server
 from scripts.package_archive import ArchiveOptions
-from scripts.run_dir import RunDir, ServerError, free_port
-from tests.report import report
+from scripts.serve import run_dir
+from scripts.serve.run_dir import RunDir, ServerError, free_port
+from tests.helpers.report import report
 
 
 def model_log(*messages: str) -> str:

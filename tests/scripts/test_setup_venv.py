@@ -29,7 +29,7 @@ def test_other_python_is_one_line(version: tuple[int, int]) -> None:
 
 def test_needs_only_the_standard_library() -> None:
     """Before the environment exists there is nothing else."""
-    command = [sys.executable, "-S", "-c", "import scripts.setup_venv, scripts.java"]
+    command = [sys.executable, "-S", "-c", "import scripts.setup_venv, scripts.serve.java"]
     subprocess.run(command, cwd=setup_venv.ROOT, check=True)
 
 

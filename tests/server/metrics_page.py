@@ -7,7 +7,7 @@ import threading
 
 import requests
 
-from tests.serving import Server, until
+from tests.helpers.serving import Server, until
 
 _SAMPLE = re.compile(r"(\w+)(?:\{(.*?),?\})? (\S+)")
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from generation import load
-from scripts.run_dir import ROOT
+from scripts.serve.run_dir import ROOT
 from scripts.smoke import main as smoke
+from tests.helpers.sse import read_stream
 from tests.server.conftest import Server
-from tests.sse import read_stream
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TIPS = [{"role": "user", "content": "Give me three tips for healthy eating."}]

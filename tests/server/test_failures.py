@@ -15,11 +15,11 @@ import pytest
 import requests
 
 from scripts.package_archive import ArchiveOptions, PackagingError
-from scripts.processes import marked
-from scripts.run_dir import RunDir, ServerError, free_port
+from scripts.serve.processes import marked
+from scripts.serve.run_dir import RunDir, ServerError, free_port
 from scripts.server import start
-from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
-from tests.report import report
+from tests.helpers.report import report
+from tests.helpers.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
 from tests.server.conftest import Server, serving, until
 
 LONG = {"temperature": 1.5, "ignore_eos": True, "max_gen_len": 4000}

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
-from scripts.run_dir import ServerError
-from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
-from tests.readme_examples import ROOT, blocks
+from scripts.serve.run_dir import ServerError
+from tests.helpers.readme_examples import ROOT, blocks
+from tests.helpers.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
 from tests.server.conftest import Server, serving, until
 
 PAGE = ROOT / "docs" / "grpc.md"

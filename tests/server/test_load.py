@@ -11,10 +11,10 @@ import pytest
 from generation import load as load_model
 from generation import text_completion
 from scripts.load_test import PROMPTS, load, rank_memory, wait_idle
-from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
-from tests.report import report
+from tests.helpers.report import report
+from tests.helpers.serving import Server, serving, until
+from tests.helpers.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
 from tests.server.metrics_page import read_metrics
-from tests.serving import Server, serving, until
 
 CLIENTS = 24
 TOKENS = 120

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.report import report
+from tests.helpers.report import report
+from tests.helpers.serving import Server, until
 from tests.server.metrics_page import read_metrics, settled
-from tests.serving import Server, until
 
 ANSWER = {"temperature": 0, "ignore_eos": True, "max_gen_len": 7}
 FINISHED = 'llama_requests_finished_total{FinishReason="length"}'

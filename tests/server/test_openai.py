@@ -15,10 +15,10 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 
 from generation import generate, load
-from tests.openai_shapes import check_chat_stream, strict
-from tests.readme_examples import README, blocks
-from tests.report import report
-from tests.serving import Server, until
+from tests.helpers.openai_shapes import check_chat_stream, strict
+from tests.helpers.readme_examples import README, blocks
+from tests.helpers.report import report
+from tests.helpers.serving import Server, until
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 TIPS: list[Any] = [{"role": "user", "content": "Give me three tips for healthy eating."}]

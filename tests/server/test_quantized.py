@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.serving import serving
+from tests.helpers.serving import serving
 
 QUESTION = [{"role": "user", "content": "Which city is the capital of France? Answer in English."}]
 """Without its second sentence the demo model is in doubt whether to answer in French: logits 0.08 apart in float32."""

@@ -12,9 +12,9 @@ import requests
 
 from generation import chat_completion, generate, text_completion
 from generation.chat_format import chat_format_for
-from tests.report import report
+from tests.helpers.report import report
+from tests.helpers.sse import read_stream
 from tests.server.conftest import Server, serving, until
-from tests.sse import read_stream
 
 DIALOG = [
     {"role": "system", "content": "Answer in one word."},

@@ -14,8 +14,8 @@ import requests
 
 from generation import load, text_completion
 from scripts.package_archive import ArchiveOptions, package
-from tests.model.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
-from tests.serving import Server, serving, until
+from tests.helpers.serving import Server, serving, until
+from tests.helpers.tiny import random_weights, save_meta, tiny_config, train_sentencepiece
 
 TOKENS = 60
 PROMPTS = [f"The {thing} number {i}" for i, thing in enumerate(["river", "city", "house", "tree", "road", "light"] * 2)]
