@@ -66,8 +66,14 @@ def _ensure_java(venv: Path) -> None:
 
 
 def setup(venv: Path) -> None:
-    """Bring `venv` up to date. Two calls at once wait for each other."""
+    """Bring `venv` up to date. Two calls at once wait for each other.
+
+    A link is used as it is: what it leads to may be another checkout's.
+    """
     import fcntl
+
+    if venv.is_symlink() and (venv / "bin" / "python").exists():
+        return
 
     lock = ROOT / "build" / "setup.lock"
     lock.parent.mkdir(exist_ok=True)

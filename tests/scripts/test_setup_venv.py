@@ -105,3 +105,11 @@ def test_unsupported_python_makes_no_environment(project: Path, run: Recorder, m
     with pytest.raises(SystemExit, match=r"Python 3\.14"):
         setup_venv.setup(project / ".venv")
     assert run.commands == []
+
+
+def test_a_link_to_another_environment_is_left_alone(project: Path, run: Recorder, tmp_path: Path) -> None:
+    (tmp_path / "other" / "bin").mkdir(parents=True)
+    (tmp_path / "other" / "bin" / "python").touch()
+    (project / ".venv").symlink_to(tmp_path / "other")
+    setup_venv.setup(project / ".venv")
+    assert not run.commands
